@@ -140,11 +140,13 @@ class ModelConfig:
         match self.draft_kind:
             case "none":
                 _require(
-                    self.num_draft_stages == 0, f"num_draft_stages must be 0 without a drafter, got {self.num_draft_stages}"
+                    self.num_draft_stages == 0,
+                    f"num_draft_stages must be 0 without a drafter, got {self.num_draft_stages}",
                 )
             case "mtp":
                 _require(
-                    self.num_draft_stages == 1, f"an MTP checkpoint has exactly one draft stage, got {self.num_draft_stages}"
+                    self.num_draft_stages == 1,
+                    f"an MTP checkpoint has exactly one draft stage, got {self.num_draft_stages}",
                 )
             case "dspark":
                 self._check_dspark()
@@ -262,7 +264,8 @@ class ModelConfig:
         )
         trunk, tail = tuple(ratios[:layers]), tuple(ratios[layers:])
         _require(
-            not any(tail), f"compress_ratios: the entries of the draft stages (after {layers}) must be 0, got {list(tail)}"
+            not any(tail),
+            f"compress_ratios: the entries of the draft stages (after {layers}) must be 0, got {list(tail)}",
         )
         scaling = raw.get("rope_scaling") or {}
         _require(
@@ -393,6 +396,7 @@ class EngineConfig:
             f"num_blocks must be at least 2 (one block is reserved), got {self.num_blocks}",
         )
         _require(
-            self.precision in ("exact", "checkpoint"), f"precision must be 'exact' or 'checkpoint', got {self.precision!r}"
+            self.precision in ("exact", "checkpoint"),
+            f"precision must be 'exact' or 'checkpoint', got {self.precision!r}",
         )
         _require(self.dtype in ("bfloat16", "float32"), f"dtype must be 'bfloat16' or 'float32', got {self.dtype!r}")

@@ -1,0 +1,1 @@
+"""The engine: requests, scheduler, compiled steps and the loop that drives them."""
