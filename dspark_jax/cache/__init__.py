@@ -1,0 +1,1 @@
+"""Caches: their arrays and layouts, and who owns which page."""

@@ -1,0 +1,148 @@
+"""The engine: queues requests, runs steps, hands back tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+import numpy as np
+
+from dspark_jax.config import EngineConfig
+from dspark_jax.engine.buckets import StepShapes
+from dspark_jax.engine.request import Request, RequestError, RequestUpdate
+from dspark_jax.engine.runner import ModelRunner, StepHandle
+from dspark_jax.engine.scheduler import Scheduler, Sequence
+from dspark_jax.models.deepseek_v4 import DeepseekV4
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """Continuous batching over compiled steps (implements ``request.EngineCore``).
+
+    One step is dispatched before the results of the one before are read, so the device does not wait for the host.
+    Not thread-safe: one thread drives it (``AsyncEngine`` does so for servers).
+    """
+
+    def __init__(self, model: DeepseekV4, config: EngineConfig, *, progress: bool = True):
+        self.config = config
+        self.model_config = model.config
+        self.shapes = StepShapes.create(model.config, config)
+        self.scheduler = Scheduler(
+            self.shapes,
+            max_num_seqs=config.max_num_seqs,
+            sliding_window=model.config.sliding_window,
+            eos_token_id=model.config.eos_token_id,
+        )
+        self.runner = ModelRunner(model, config, self.shapes)
+        self.runner.warm_up(progress)
+        self._seeds = np.random.default_rng(config.seed)
+        self._live: dict[str, Sequence] = {}
+        self._pending: deque[StepHandle] = deque()
+        k = self.shapes.num_drafts
+        self._accepted_per_position = np.zeros(k, np.int64)
+        self._verified_rounds = 0
+        self._tokens_out = 0
+
+    # -- EngineCore -------------------------------------------------------------------------------------------------
+    @property
+    def max_model_len(self) -> int:
+        return self.shapes.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model_config.vocab_size
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.model_config.eos_token_id
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request. Raises ``RequestError`` naming the parameter if it can never be served."""
+        prompt = request.prompt_token_ids
+        if not prompt:
+            raise RequestError("the prompt is empty: at least one token is needed", "prompt")
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; with at least one token of output the limit is "
+                f"{self.max_model_len - 1} (max_model_len {self.max_model_len})",
+                "prompt",
+            )
+        bad = next((t for t in prompt if not 0 <= t < self.vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"prompt token id {bad} is outside the vocabulary [0, {self.vocab_size})", "prompt")
+        if request.request_id in self._live:
+            raise RequestError(f"request id {request.request_id!r} is already in use", "request_id")
+        sequence = Sequence(request, self._request_seed(request), list(prompt))
+        self._live[request.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        sequence = self._live.pop(request_id, None)
+        if sequence is not None:
+            self.scheduler.abort(sequence)
+
+    def has_work(self) -> bool:
+        return bool(self._pending) or self.scheduler.has_work()
+
+    def step(self) -> list[RequestUpdate]:
+        """Dispatches the next step, then processes the one before it."""
+        step = self.scheduler.schedule()
+        if step is not None:
+            self._pending.append(self.runner.dispatch(step))
+        if self._pending and (step is None or len(self._pending) > 1):
+            return self._process(self._pending.popleft())
+        return []
+
+    def counters(self) -> dict[str, float]:
+        """Current figures. ``accepted_at_k`` counts rounds that accepted at least k drafts."""
+        scheduler = self.scheduler
+        values: dict[str, float] = {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "free_pages": scheduler.blocks.num_free,
+            "total_pages": scheduler.blocks.capacity,
+            "free_window_pages": scheduler.window_pages.num_free,
+            "preemptions": scheduler.num_preemptions,
+            "compiles_after_ready": self.runner.compiles_after_ready,
+            "live_device_bytes": self.runner.live_device_bytes(),
+            "prefix_hit_tokens": 0,
+            "generated_tokens": self._tokens_out,
+            "verified_rounds": self._verified_rounds,
+        }
+        for k, accepted in enumerate(self._accepted_per_position, start=1):
+            values[f"accepted_at_{k}"] = int(accepted)
+        return values
+
+    # -- internals --------------------------------------------------------------------------------------------------
+    def _request_seed(self, request: Request) -> int:
+        """64 bits that key every random draw of the request: a function of its own seed and choice, or drawn anew."""
+        seed = request.sampling.seed
+        entropy = int(self._seeds.integers(2**63)) if seed is None else seed % 2**64
+        low, high = np.random.SeedSequence([entropy, request.choice]).generate_state(2)
+        return int(low) | int(high) << 32
+
+    def _process(self, handle: StepHandle) -> list[RequestUpdate]:
+        tokens, counts, accepted = handle.read()
+        updates = []
+        for i, chunk in enumerate(handle.step.chunks):
+            # A resumed request's anchor was known and delivered before it was preempted.
+            if chunk.finishes and chunk.anchor < 0:
+                chunk.sequence.awaiting_first = False
+                updates.append(self._deliver(chunk.sequence, tokens[i, :1].tolist(), 0, 0))
+        for i, sequence in enumerate(handle.step.decodes):
+            sequence.in_flight -= 1
+            self._verified_rounds += 1
+            self._accepted_per_position[: accepted[i]] += 1
+            updates.append(
+                self._deliver(sequence, tokens[i, : counts[i]].tolist(), self.shapes.num_drafts, int(accepted[i]))
+            )
+        return [update for update in updates if update is not None]
+
+    def _deliver(self, sequence: Sequence, tokens: list[int], drafted: int, accepted: int) -> RequestUpdate | None:
+        update = self.scheduler.process(sequence, tokens, drafted=drafted, accepted=accepted)
+        if update is not None:
+            self._tokens_out += len(update.new_token_ids)
+            if update.finish_reason is not None:
+                self._live.pop(sequence.request.request_id, None)
+        return update

@@ -1,0 +1,95 @@
+"""The batch as the model sees it: a flat list of rows, and where each row's cache entries live."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dspark_jax.cache.groups import BLOCK_TOKENS, CacheLayouts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """N rows of B requests. Prefill, decode and verify differ only in how these are filled.
+
+    The rows of a request are contiguous and ascend in position: request b holds rows ``first_row[b]`` to ``first_row[b] +
+    num_rows[b] - 1`` at positions ``start[b]`` and on. Rows outside every request are padding: ``valid`` is false,
+    they write nothing and read nothing. ``slot`` is the request's place in per-request state (-1: padding request).
+
+    ``window_table[b, j]`` is the physical page of logical window page j modulo the table's width (only recent pages are
+    live); ``block_table[b, j]`` the physical block of logical 256-token block j. Entries without a page are 0, the null page.
+    """
+
+    token: Int[Array, " N"]
+    position: Int[Array, " N"]
+    request: Int[Array, " N"]
+    valid: Bool[Array, " N"]
+    slot: Int[Array, " B"]
+    start: Int[Array, " B"]
+    first_row: Int[Array, " B"]
+    num_rows: Int[Array, " B"]
+    window_table: Int[Array, "B Pw"]
+    block_table: Int[Array, "B Pb"]
+
+    @property
+    def num_requests(self) -> int:
+        return self.slot.shape[0]
+
+
+def window_slots(rows_table: Int[Array, "N Pw"], positions: Int[Array, "N ..."], page_size: int) -> Int[Array, "N ..."]:
+    """Physical slots of absolute positions in the window group. ``rows_table`` is the table of each row's request."""
+    page = (positions // page_size) % rows_table.shape[1]
+    flat = page.reshape(page.shape[0], -1)
+    physical = jnp.take_along_axis(rows_table, flat, axis=1).reshape(page.shape)
+    return physical * page_size + positions % page_size
+
+
+def entry_slots(rows_table: Int[Array, "N Pb"], entries: Int[Array, "N ..."], ratio: int) -> Int[Array, "N ..."]:
+    """Physical slots of compressed entries; negative entries give -1."""
+    per_block = BLOCK_TOKENS // ratio
+    safe = jnp.maximum(entries, 0)
+    flat = (safe // per_block).reshape(safe.shape[0], -1)
+    physical = jnp.take_along_axis(rows_table, flat, axis=1).reshape(safe.shape)
+    return jnp.where(entries >= 0, physical * per_block + safe % per_block, -1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Addressing:
+    """Slot lists that every layer shares, derived once a step from ``Rows``.
+
+    ``write`` is each row's own window slot (-1: padding). ``window`` lists the keys that a row sees raw, itself included, oldest
+    first; ``window_lengths`` how many of them are live.
+    """
+
+    write: Int[Array, " N"]
+    window: Int[Array, "N W"]
+    window_lengths: Int[Array, " N"]
+    block_table: Int[Array, "N Pb"]
+
+    @classmethod
+    def create(cls, rows: Rows, layouts: CacheLayouts, window: int) -> Addressing:
+        table = rows.window_table[rows.request]
+        size = layouts.window.page_size
+        slots, lengths = trailing_window(table, rows.position + 1, window, size)
+        return cls(
+            write=jnp.where(rows.valid, window_slots(table, rows.position, size), -1),
+            window=slots,
+            window_lengths=jnp.where(rows.valid, lengths, 0),
+            block_table=rows.block_table[rows.request],
+        )
+
+
+def trailing_window(
+    table: Int[Array, "N Pw"], end: Int[Array, " N"], window: int, page_size: int
+) -> tuple[Int[Array, "N W"], Int[Array, " N"]]:
+    """Slots of positions ``max(0, end - window) .. end - 1``, oldest first and -1 behind them, and their number."""
+    length = jnp.clip(end, 0, window)
+    offset = jnp.arange(window, dtype=jnp.int32)
+    positions = (end - length)[:, None] + offset
+    slots = window_slots(table, positions, page_size)
+    return jnp.where(offset < length[:, None], slots, -1), length
