@@ -98,8 +98,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim q_lora_rank o_groups "
-            "o_lora_rank sliding_window index_n_heads index_head_dim index_topk n_routed_experts num_experts_per_tok "
+            "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim q_lora_rank "
+            "o_groups o_lora_rank sliding_window index_n_heads index_head_dim index_topk n_routed_experts num_experts_per_tok "
             "moe_intermediate_size max_position_embeddings hc_mult hc_sinkhorn_iters"
         ).split():
             value = getattr(self, name)
@@ -372,7 +372,8 @@ class EngineConfig:
 
     ``precision``: ``checkpoint`` quantises activations and KV rows as the checkpoint was trained; ``exact`` does
     not quantise activations (parity with float references). ``dtype`` is that of activations (``float32`` is for
-    ``exact`` tests). ``kv_block_size`` is the logical cache block in tokens: 256, that is 64 rows of ratio 4 and 2 of ratio 128.
+    ``exact`` tests). ``kv_block_size`` is the logical cache block in tokens: 256, that is 64 rows of ratio 4 and 2 of
+    ratio 128.
     """
 
     max_num_seqs: int = 8

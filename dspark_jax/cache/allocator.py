@@ -45,7 +45,8 @@ class PagePool:
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
-        """Gives pages back. Raises ``ValueError`` for a page that is not held (a double free is a bug, never ignored)."""
+        """Gives pages back. Raises ``ValueError`` for a page that is not held (a double free is a bug, never
+        ignored)."""
         for page in pages:
             if page not in self._held:
                 raise ValueError(f"{self.name}: page {page} is not held")

@@ -1,10 +1,13 @@
 """Cache groups of one model: layouts and arrays.
 
-Every cache is addressed by absolute position, so rejecting drafts is setting a length (model specification, section 4.3):
+Every cache is addressed by absolute position, so rejecting drafts is setting a length (model specification, section
+4.3):
 
-* **window** (every trunk layer, every draft stage): one row per token in pages of 64 tokens; only the last ``sliding_window``
+* **window** (every trunk layer, every draft stage): one row per token in pages of 64 tokens; only the last
+``sliding_window``
   positions and what one step writes stay allocated.
-* **entries** (ratio 4 and 128), **index entries** (ratio 4): one row per 4 or 128 tokens. A logical block is 256 tokens,
+* **entries** (ratio 4 and 128), **index entries** (ratio 4): one row per 4 or 128 tokens. A logical block is 256
+tokens,
   that is 64 rows of ratio 4 and 2 of ratio 128, so one block table serves all of them.
 * **state** (compressors): per request slot, the projected key and score of the last positions in float32, a ring by
   absolute position. Capacity ``2r + K`` for ratio 4 and ``r + K`` for ratio 128 keeps what K rejected rows overwrite.
@@ -17,9 +20,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from pallas_kernels.pages import DenseLayout, PageLayout
 
 from dspark_jax.config import ModelConfig, Precision
-from pallas_kernels.pages import DenseLayout, PageLayout
 
 BLOCK_TOKENS = 256
 WINDOW_PAGE_TOKENS = 64

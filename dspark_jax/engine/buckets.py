@@ -33,8 +33,9 @@ def bucket_for(size: int, sizes: tuple[int, ...], what: str) -> int:
 class StepShapes:
     """Every static size of the compiled steps.
 
-    ``decode`` holds request counts (rows = count * (1 + num_drafts)), ``prefill`` token counts. ``max_prefill_seqs`` requests share a
-    prefill step. ``window_pages`` is the width of a request's window table, ``block_pages`` of its block table.
+    ``decode`` holds request counts (rows = count * (1 + num_drafts)), ``prefill`` token counts. ``max_prefill_seqs``
+    requests share a prefill step. ``window_pages`` is the width of a request's window table, ``block_pages`` of its
+    block table.
     """
 
     num_drafts: int
@@ -52,7 +53,8 @@ class StepShapes:
         k = engine.speculative.resolve(model)
         if engine.max_num_batched_tokens < 1 + k:
             raise ConfigError(
-                f"max_num_batched_tokens must hold one verification of 1 + {k} rows, got {engine.max_num_batched_tokens}"
+                f"max_num_batched_tokens must hold one verification of 1 + {k} rows, "
+                f"got {engine.max_num_batched_tokens}"
             )
         if engine.max_model_len > model.max_position_embeddings:
             raise ConfigError(

@@ -43,7 +43,8 @@ def assemble(graph: nnx.GraphDef[DeepseekV4], state: nnx.State, params: dict[str
 
 
 def load_model(path: str | pathlib.Path, config: ModelConfig, policy: Policy, *, progress: bool = True) -> DeepseekV4:
-    """Reads a checkpoint directory straight into the model's dtypes. Raises ``CheckpointError`` listing every problem."""
+    """Reads a checkpoint directory straight into the model's dtypes. Raises ``CheckpointError`` listing every
+    problem."""
     graph, state = abstract_model(config, policy)
     return assemble(graph, state, load_params(path, config, parameter_targets(state), progress=progress))
 
@@ -51,8 +52,8 @@ def load_model(path: str | pathlib.Path, config: ModelConfig, policy: Policy, *,
 def default_checkpoint(cache_dir: str | pathlib.Path | None = None) -> pathlib.Path:
     """The tiny checkpoint that is served without ``--model``: random weights from a fixed seed, in the real format.
 
-    Written once below ``cache_dir`` (default: ``$XDG_CACHE_HOME/dspark_jax`` or ``~/.cache/dspark_jax``), atomically, so
-    that several starts at once are safe.
+    Written once below ``cache_dir`` (default: ``$XDG_CACHE_HOME/dspark_jax`` or ``~/.cache/dspark_jax``), atomically,
+    so that several starts at once are safe.
     """
     if cache_dir is None:
         cache_dir = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "dspark_jax"

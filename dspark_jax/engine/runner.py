@@ -6,7 +6,8 @@ import concurrent.futures
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import jax
@@ -47,8 +48,8 @@ class StepHandle:
 class ModelRunner:
     """Owns parameters and device state of one model and its compiled steps.
 
-    Host arrays are made anew for every step and never written again: an asynchronous transfer (or, on CPU, a zero-copy view) may
-    read them long after dispatch.
+    Host arrays are made anew for every step and never written again: an asynchronous transfer (or, on CPU, a zero-copy
+    view) may read them long after dispatch.
     """
 
     def __init__(self, model: DeepseekV4, engine: EngineConfig, shapes: StepShapes):
@@ -98,7 +99,8 @@ class ModelRunner:
 
     # -- steps ------------------------------------------------------------------------------------------------------
     def dispatch(self, step: ScheduledStep) -> StepHandle:
-        """Sends one step to the device and returns without waiting. Raises ``ValueError`` if it exceeds every bucket."""
+        """Sends one step to the device and returns without waiting. Raises ``ValueError`` if it exceeds every
+        bucket."""
         before = telemetry.compile_count()
         if step.chunks:
             tokens = sum(chunk.length for chunk in step.chunks)

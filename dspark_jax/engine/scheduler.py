@@ -29,9 +29,9 @@ class Phase(enum.Enum):
 class Sequence:
     """A request inside the engine.
 
-    ``tokens`` are prompt and output as far as the host knows. ``num_dispatched`` counts prompt tokens handed to prefill steps;
-    ``in_flight`` the decode steps whose results are not back. While decoding, the last known token is the anchor:
-    it is sampled but not processed.
+    ``tokens`` are prompt and output as far as the host knows. ``num_dispatched`` counts prompt tokens handed to
+    prefill steps; ``in_flight`` the decode steps whose results are not back. While decoding, the last known token is
+    the anchor: it is sampled but not processed.
     """
 
     request: Request
@@ -56,7 +56,8 @@ class Sequence:
 
     @property
     def prefill_length(self) -> int:
-        """Tokens to process before decoding. A resumed request's last token is its anchor: known, not to be processed."""
+        """Tokens to process before decoding. A resumed request's last token is its anchor: known, not to be
+        processed."""
         return len(self.tokens) - 1 if self.num_output else len(self.tokens)
 
     @property
@@ -89,8 +90,8 @@ class ScheduledStep:
 class Scheduler:
     """First come, first served, with prefill and decode steps taking turns while both have work.
 
-    When blocks run out the youngest running request is preempted: it gives up slot and pages, goes back to the head of the
-    queue and is recomputed later from its tokens, so its output does not change.
+    When blocks run out the youngest running request is preempted: it gives up slot and pages, goes back to the head of
+    the queue and is recomputed later from its tokens, so its output does not change.
     """
 
     def __init__(self, shapes: StepShapes, *, max_num_seqs: int, sliding_window: int, eos_token_id: int):
@@ -110,8 +111,8 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Ends a request wherever it is. Steps in flight may still write its old pages, but they run before any step that
-        could give those pages to someone else, and their results are dropped."""
+        """Ends a request wherever it is. Steps in flight may still write its old pages, but they run before any step
+        that could give those pages to someone else, and their results are dropped."""
         if sequence.phase is Phase.WAITING:
             self.waiting.remove(sequence)
         elif sequence.phase is not Phase.FINISHED:
@@ -162,9 +163,9 @@ class Scheduler:
             sequence.tokens.append(int(token))
             if (token == self.eos_token_id and not sampling.ignore_eos) or token in sampling.stop_token_ids:
                 reason, stop_token = FinishReason.STOP, int(token)
-            elif sampling.max_tokens is not None and sequence.num_output >= sampling.max_tokens:
-                reason = FinishReason.LENGTH
-            elif len(sequence.tokens) >= self.shapes.max_model_len:
+            elif (sampling.max_tokens is not None and sequence.num_output >= sampling.max_tokens) or len(
+                sequence.tokens
+            ) >= self.shapes.max_model_len:
                 reason = FinishReason.LENGTH
             if reason:
                 break
@@ -229,7 +230,8 @@ class Scheduler:
             self.window_pages.release([sequence.window.pop(page)])
 
     def _reserve(self, sequence: Sequence, start: int, end: int) -> bool:
-        """Pages for positions below ``end`` (window pages from ``start``). False, with nothing taken, if blocks run out."""
+        """Pages for positions below ``end`` (window pages from ``start``). False, with nothing taken, if blocks run
+        out."""
         missing = self._blocks_for(end) - len(sequence.blocks)
         if missing > self.blocks.num_free:
             return False

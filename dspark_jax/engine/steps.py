@@ -1,8 +1,8 @@
 """The compiled programs: pure functions ``(params, state, batch) -> (state, outputs)``, one per bucket.
 
-What the device needs again in the next step (anchor, position, drafts and their law, caches) lives in ``DeviceState``, indexed
-by request slot and donated to each step. The host sends what it decides (slots, tables, sampling) and reads tokens back
-one step late.
+What the device needs again in the next step (anchor, position, drafts and their law, caches) lives in ``DeviceState``,
+indexed by request slot and donated to each step. The host sends what it decides (slots, tables, sampling) and reads
+tokens back one step late.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from dspark_jax.spec_decode.rejection import sample_draft, verify
 class DeviceState:
     """Everything that outlives a step, for S request slots.
 
-    ``anchor[s]`` is the last token of slot s, not yet processed, at ``position[s]``; ``drafts[s]`` are K proposals for the positions after it
-    and ``draft_logits[s]`` the law they were drawn from (float32, *before* temperature); ``confidence[s]`` the logits of
-    their acceptance (0 for MTP, which has no such head).
+    ``anchor[s]`` is the last token of slot s, not yet processed, at ``position[s]``; ``drafts[s]`` are K proposals for
+    the positions after it and ``draft_logits[s]`` the law they were drawn from (float32, *before* temperature);
+    ``confidence[s]`` the logits of their acceptance (0 for MTP, which has no such head).
     """
 
     anchor: Int[Array, " S"]
@@ -47,7 +47,8 @@ class DeviceState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeBatch:
-    """R requests that verify their drafts. ``slot`` -1 is padding; ``num_drafts`` limits how many drafts are verified."""
+    """R requests that verify their drafts. ``slot`` -1 is padding; ``num_drafts`` limits how many drafts are
+    verified."""
 
     slot: Int[Array, " R"]
     num_drafts: Int[Array, " R"]
@@ -61,8 +62,9 @@ class DecodeBatch:
 class PrefillBatch:
     """A chunk of prompt tokens of up to B requests.
 
-    ``finishes``: the chunk ends the prompt, so the request gets its first token and drafts. ``anchor`` forces that token (a resumed request
-    already has it), -1 samples it. ``next_token`` is the prompt token after each row (-1 where it is not known yet).
+    ``finishes``: the chunk ends the prompt, so the request gets its first token and drafts. ``anchor`` forces that
+    token (a resumed request already has it), -1 samples it. ``next_token`` is the prompt token after each row (-1
+    where it is not known yet).
     """
 
     rows: Rows
@@ -108,7 +110,8 @@ class StepProgram:
         )
 
     def decode(self, params: nnx.State, state: DeviceState, batch: DecodeBatch) -> tuple[DeviceState, StepOutput]:
-        """Verify, accept or reject, commit, draft again: one step for R requests (DSpark specification, sections 3 and 4)."""
+        """Verify, accept or reject, commit, draft again: one step for R requests (DSpark specification, sections 3 and
+        4)."""
         model = nnx.merge(self.graph, params)
         live, width = batch.slot >= 0, 1 + self.num_drafts
         slot = jnp.where(live, batch.slot, 0)
@@ -191,7 +194,8 @@ class StepProgram:
 
         ``rows.valid`` marks committed rows; ``anchor`` at ``position`` is each request's newest token.
         """
-        # A negative index would wrap to the last slot, so padding goes to an index past the end, which mode="drop" ignores.
+        # A negative index would wrap to the last slot, so padding goes to an index past the end, which mode="drop"
+        # ignores.
         slot = jnp.where(live & (rows.slot >= 0), rows.slot, state.anchor.shape[0])
         state = dataclasses.replace(
             state,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
+from pallas_kernels.linear import grouped_linear
 
 from dspark_jax.cache.groups import CacheLayouts, LayerCache
 from dspark_jax.config import ModelConfig
@@ -18,15 +19,14 @@ from dspark_jax.models.rope import inverse_frequencies
 from dspark_jax.models.rows import Addressing, Rows, entry_slots
 from pallas_kernels import _numerics as numerics
 from pallas_kernels import compressed_mla, kv_pages
-from pallas_kernels.linear import grouped_linear
 
 
 class Attention(nnx.Module):
     """Multi-query latent attention with a sliding window and, by ``ratio``, compressed entries.
 
-    ``ratio`` 0: the window only. 4 (CSA): the window and the entries that the indexer selects. 128 (HCA): the window and every
-    closed entry. One softmax over all of them, with a learned sink logit per head. Source: model specification,
-    sections 2.4 to 2.9.
+    ``ratio`` 0: the window only. 4 (CSA): the window and the entries that the indexer selects. 128 (HCA): the window
+    and every closed entry. One softmax over all of them, with a learned sink logit per head. Source: model
+    specification, sections 2.4 to 2.9.
     """
 
     def __init__(self, config: ModelConfig, policy: Policy, ratio: int, *, rngs: nnx.Rngs):
@@ -92,7 +92,8 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "N D"], rows: Rows, where: Addressing, cache: LayerCache, layouts: CacheLayouts
     ) -> tuple[Float[Array, "N D"], LayerCache]:
-        """Writes this step's rows and the entries that they close, then attends: later rows see earlier ones in the cache."""
+        """Writes this step's rows and the entries that they close, then attends: later rows see earlier ones in the
+        cache."""
         q, c_q = self.queries(x, rows.position)
         window = kv_pages.write(
             cache.window, layouts.window, where.write, self.latents(x, rows.position), quantize=self.quantize

@@ -18,8 +18,8 @@ from pallas_kernels import compressor as ops
 class Compressor(nnx.Module):
     """Projects each token to a key and a score per channel and pools them by softmax over a window of tokens.
 
-    Ratio 128 pools its 128 tokens. Ratio 4 overlaps: entry i pools the low halves of tokens 4i-4..4i-1 and the high halves
-    of 4i..4i+3. Everything up to the norm is float32. Source: model specification, section 2.6.
+    Ratio 128 pools its 128 tokens. Ratio 4 overlaps: entry i pools the low halves of tokens 4i-4..4i-1 and the high
+    halves of 4i..4i+3. Everything up to the norm is float32. Source: model specification, section 2.6.
     """
 
     def __init__(self, config: ModelConfig, policy: Policy, ratio: int, width: int, *, rngs: nnx.Rngs):
@@ -37,7 +37,8 @@ class Compressor(nnx.Module):
     ) -> tuple[Float[Array, "M d"], Int[Array, " M"], Int[Array, " M"], jax.Array]:
         """Entries that close in this step, normed and not yet rotated.
 
-        Returns ``(entries, request, entry_index, new_state)``; ``entry_index`` is -1 where fewer entries close than there is room for.
+        Returns ``(entries, request, entry_index, new_state)``; ``entry_index`` is -1 where fewer entries close than
+        there is room for.
         """
         kv = self.wkv(x, out_dtype=jnp.float32)
         score = self.wgate(x, out_dtype=jnp.float32) + self.ape[...][rows.position % self.ratio]

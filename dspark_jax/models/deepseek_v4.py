@@ -23,8 +23,8 @@ from dspark_jax.models.rows import Addressing, Rows
 class Forward:
     """What the trunk computes for N rows.
 
-    ``streams`` are the residual streams after the last block. ``taps`` is the drafter's view: the mean over the streams after each of
-    ``dspark_target_layer_ids``, concatenated (``None`` without a DSpark drafter).
+    ``streams`` are the residual streams after the last block. ``taps`` is the drafter's view: the mean over the
+    streams after each of ``dspark_target_layer_ids``, concatenated (``None`` without a DSpark drafter).
     """
 
     streams: Float[Array, "N m D"]
@@ -68,7 +68,8 @@ class DeepseekV4(StreamReader):
             return self.lm_head(self.norm(self.read_streams(streams)))
 
     def __call__(self, rows: Rows, caches: list[LayerCache], layouts: CacheLayouts) -> tuple[Forward, list[LayerCache]]:
-        """Runs every block over the rows, writing their cache entries. Returns the streams, the taps and the new caches."""
+        """Runs every block over the rows, writing their cache entries. Returns the streams, the taps and the new
+        caches."""
         where = Addressing.create(rows, layouts, self.config.sliding_window)
         inside = (rows.token >= 0) & (rows.token < self.config.vocab_size)
         token = jnp.where(inside, rows.token, 0)

@@ -35,7 +35,8 @@ class MarkovHead(nnx.Module):
 
 
 class ConfidenceHead(nnx.Module):
-    """Logit of "this draft is accepted, given that those before it are", from ``[hidden ; markov embedding]``, no bias."""
+    """Logit of "this draft is accepted, given that those before it are", from ``[hidden ; markov embedding]``, no
+    bias."""
 
     def __init__(self, config: ModelConfig, policy: Policy, *, rngs: nnx.Rngs):
         width = config.hidden_size + config.dspark_markov_rank
@@ -108,8 +109,9 @@ def draft_block(
     window_table: Int[Array, "R Pw"],
     live: Int[Array, " R"],
 ) -> DraftBlock:
-    """Runs the stages over ``[anchor, noise, ...]`` at ``position ..``. Every row sees the last ``sliding_window`` context rows and all rows of its
-    own block, in both directions; the block's keys never enter the cache. Requests that are not ``live`` see nothing.
+    """Runs the stages over ``[anchor, noise, ...]`` at ``position ..``. Every row sees the last ``sliding_window``
+    context rows and all rows of its own block, in both directions; the block's keys never enter the cache. Requests
+    that are not ``live`` see nothing.
     """
     config = model.config
     requests, size = anchor.shape[0], config.dspark_block_size

@@ -21,8 +21,8 @@ from pallas_kernels import kv_pages
 class Indexer(nnx.Module):
     """Scores every visible entry by ``sum_h w_h relu(q_h . k)`` and keeps the best ``index_topk``.
 
-    Source: model specification, section 2.7. In ``exact`` precision the Hadamard rotation is left out of queries and keys alike
-    (it cancels) together with the FP4 rounding.
+    Source: model specification, section 2.7. In ``exact`` precision the Hadamard rotation is left out of queries and
+    keys alike (it cancels) together with the FP4 rounding.
     """
 
     def __init__(self, config: ModelConfig, policy: Policy, *, rngs: nnx.Rngs):
@@ -49,7 +49,8 @@ class Indexer(nnx.Module):
         layouts: CacheLayouts,
         inv_freq: np.ndarray,
     ) -> tuple[Int[Array, "N topk"], Int[Array, " N"], LayerCache]:
-        """Writes the index keys that close in this step, then selects. Returns entry numbers (-1 behind them), counts, cache."""
+        """Writes the index keys that close in this step, then selects. Returns entry numbers (-1 behind them), counts,
+        cache."""
         keys, request, entry, state = self.compressor(x, rows, cache.index_state)
         keys = ops.prepare_key(keys, jnp.maximum(entry, 0) * 4, inv_freq, quantize=self.quantize)
         slots = entry_slots(rows.block_table[request], entry, 4)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
+from pallas_kernels.linear import linear
+from pallas_kernels.weights import Weight
 
 from dspark_jax.config import ModelConfig, Precision
 from pallas_kernels import _numerics as numerics
-from pallas_kernels.linear import linear
-from pallas_kernels.weights import Weight
 
 Storage = Literal["dense", "fp8", "mxfp4"]
 _STORAGE: dict[str, Storage] = {"fp8": "fp8", "fp4": "mxfp4", "bf16": "dense", "fp32": "dense"}
@@ -23,8 +23,8 @@ _STORAGE: dict[str, Storage] = {"fp8": "fp8", "fp4": "mxfp4", "bf16": "dense", "
 class Policy:
     """How numbers are kept and rounded: the two precision modes of the model.
 
-    ``exact`` keeps every matrix dense in ``dtype`` and quantises nothing. ``checkpoint`` keeps FP8 and MXFP4 matrices as
-    stored and quantises activations and KV rows as the checkpoint was trained.
+    ``exact`` keeps every matrix dense in ``dtype`` and quantises nothing. ``checkpoint`` keeps FP8 and MXFP4 matrices
+    as stored and quantises activations and KV rows as the checkpoint was trained.
     """
 
     precision: Precision

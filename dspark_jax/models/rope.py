@@ -12,8 +12,8 @@ from dspark_jax.config import ModelConfig
 def inverse_frequencies(config: ModelConfig, ratio: int) -> np.ndarray:
     """Angle per position of each channel pair: float32 ``[qk_rope_head_dim / 2]``.
 
-    Ratio 0 (and draft stages): ``rope_theta``, no YaRN. Ratio 4 and 128: ``compress_rope_theta`` with YaRN and no amplitude
-    factor. Source: model specification, section 2.4.
+    Ratio 0 (and draft stages): ``rope_theta``, no YaRN. Ratio 4 and 128: ``compress_rope_theta`` with YaRN and no
+    amplitude factor. Source: model specification, section 2.4.
     """
     dim = config.qk_rope_head_dim
     pair = np.arange(dim // 2, dtype=np.float64)

@@ -16,12 +16,14 @@ from dspark_jax.cache.groups import BLOCK_TOKENS, CacheLayouts
 class Rows:
     """N rows of B requests. Prefill, decode and verify differ only in how these are filled.
 
-    The rows of a request are contiguous and ascend in position: request b holds rows ``first_row[b]`` to ``first_row[b] +
-    num_rows[b] - 1`` at positions ``start[b]`` and on. Rows outside every request are padding: ``valid`` is false,
-    they write nothing and read nothing. ``slot`` is the request's place in per-request state (-1: padding request).
+    The rows of a request are contiguous and ascend in position: request b holds rows ``first_row[b]`` to
+    ``first_row[b] + num_rows[b] - 1`` at positions ``start[b]`` and on. Rows outside every request are padding:
+    ``valid`` is false, they write nothing and read nothing. ``slot`` is the request's place in per-request state (-1:
+    padding request).
 
     ``window_table[b, j]`` is the physical page of logical window page j modulo the table's width (only recent pages are
-    live); ``block_table[b, j]`` the physical block of logical 256-token block j. Entries without a page are 0, the null page.
+    live); ``block_table[b, j]`` the physical block of logical 256-token block j. Entries without a page are 0, the
+    null page.
     """
 
     token: Int[Array, " N"]
@@ -62,8 +64,8 @@ def entry_slots(rows_table: Int[Array, "N Pb"], entries: Int[Array, "N ..."], ra
 class Addressing:
     """Slot lists that every layer shares, derived once a step from ``Rows``.
 
-    ``write`` is each row's own window slot (-1: padding). ``window`` lists the keys that a row sees raw, itself included, oldest
-    first; ``window_lengths`` how many of them are live.
+    ``write`` is each row's own window slot (-1: padding). ``window`` lists the keys that a row sees raw, itself
+    included, oldest first; ``window_lengths`` how many of them are live.
     """
 
     write: Int[Array, " N"]

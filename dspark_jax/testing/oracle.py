@@ -18,8 +18,8 @@ from dspark_jax.models.rows import Rows
 
 @dataclasses.dataclass(frozen=True)
 class OracleResult:
-    """Greedy continuation of a prompt. ``gaps[i]`` is the difference of the two largest logits where ``tokens[i]`` was chosen: a
-    disagreement at a tiny gap is a rounding matter, anywhere else it is a bug."""
+    """Greedy continuation of a prompt. ``gaps[i]`` is the difference of the two largest logits where ``tokens[i]`` was
+    chosen: a disagreement at a tiny gap is a rounding matter, anywhere else it is a bug."""
 
     tokens: tuple[int, ...]
     gaps: tuple[float, ...]
@@ -84,8 +84,8 @@ class Oracle:
     def generate(self, prompt: Sequence[int], num_tokens: int, *, guess: Sequence[int] = ()) -> OracleResult:
         """Greedy continuation by ``num_tokens`` (end tokens are ordinary here).
 
-        ``guess`` is a continuation to check: one pass confirms its longest right prefix, so a right guess costs one pass.
-        The result does not depend on it.
+        ``guess`` is a continuation to check: one pass confirms its longest right prefix, so a right guess costs one
+        pass. The result does not depend on it.
         """
         out: list[int] = []
         gaps: list[float] = []
@@ -107,5 +107,6 @@ class Oracle:
 def oracle_generate(
     model: DeepseekV4, prompt: Sequence[int], num_tokens: int, *, guess: Sequence[int] = ()
 ) -> OracleResult:
-    """Greedy decoding by recomputing the whole sequence at every step (see ``Oracle``, which compiles once for many calls)."""
+    """Greedy decoding by recomputing the whole sequence at every step (see ``Oracle``, which compiles once for many
+    calls)."""
     return Oracle(model, len(prompt) + num_tokens).generate(prompt, num_tokens, guess=guess)
