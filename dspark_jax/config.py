@@ -370,10 +370,11 @@ class SpeculativeConfig:
 class EngineConfig:
     """Sizes and modes of the engine. Every compiled shape follows from these numbers.
 
-    ``precision``: ``checkpoint`` quantises activations and KV rows as the checkpoint was trained; ``exact`` does
-    not quantise activations (parity with float references). ``dtype`` is that of activations (``float32`` is for
-    ``exact`` tests). ``kv_block_size`` is the logical cache block in tokens: 256, that is 64 rows of ratio 4 and 2 of
-    ratio 128.
+    ``max_num_batched_tokens`` is the largest prefill step; ``num_blocks`` the number of 256-token cache blocks (``None``:
+    enough for ``max_num_seqs`` requests of ``max_model_len``). ``precision``: ``checkpoint`` quantises activations and KV
+    rows as the checkpoint was trained; ``exact`` quantises nothing (parity with float references). ``dtype`` is that of
+    activations (``float32`` is for ``exact`` tests). ``async_scheduling`` dispatches a step before the results of the one
+    before are read. ``seed`` is the source of the seeds of requests that bring none.
     """
 
     max_num_seqs: int = 8
@@ -383,6 +384,7 @@ class EngineConfig:
     precision: Precision = "checkpoint"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     speculative: SpeculativeConfig = SpeculativeConfig()
+    async_scheduling: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -6,6 +6,9 @@ from collections import deque
 from collections.abc import Iterable
 
 NULL_PAGE = 0
+# A logical block of compressed entries: 256 tokens, that is 64 rows of ratio 4 and 2 of ratio 128.
+BLOCK_TOKENS = 256
+WINDOW_PAGE_TOKENS = 64
 
 
 class OutOfPagesError(RuntimeError):

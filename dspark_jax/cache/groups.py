@@ -22,10 +22,9 @@ import jax
 import jax.numpy as jnp
 from pallas_kernels.pages import DenseLayout, PageLayout
 
+from dspark_jax.cache.allocator import BLOCK_TOKENS, WINDOW_PAGE_TOKENS
 from dspark_jax.config import ModelConfig, Precision
 
-BLOCK_TOKENS = 256
-WINDOW_PAGE_TOKENS = 64
 PACKED_HEAD_DIM = 512
 
 Layout = PageLayout | DenseLayout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dspark_jax.cache.groups import BLOCK_TOKENS, WINDOW_PAGE_TOKENS
+from dspark_jax.cache.allocator import BLOCK_TOKENS, WINDOW_PAGE_TOKENS
 from dspark_jax.config import ConfigError, EngineConfig, ModelConfig
 
 # One step may be on its way while the next is planned (see engine.py), so a request's true position can lag the

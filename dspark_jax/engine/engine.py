@@ -86,11 +86,12 @@ class LLMEngine:
         return bool(self._pending) or self.scheduler.has_work()
 
     def step(self) -> list[RequestUpdate]:
-        """Dispatches the next step, then processes the one before it."""
+        """Dispatches the next step, then processes the one before it (its own, without ``async_scheduling``)."""
         step = self.scheduler.schedule()
         if step is not None:
             self._pending.append(self.runner.dispatch(step))
-        if self._pending and (step is None or len(self._pending) > 1):
+        keep = 1 if self.config.async_scheduling and step is not None else 0
+        if len(self._pending) > keep:
             return self._process(self._pending.popleft())
         return []
 

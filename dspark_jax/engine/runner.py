@@ -74,7 +74,9 @@ class ModelRunner:
             engine.speculative.draft_sampling,
             shapes.max_model_len,
         )
-        self._state = self.program.init_state()
+        self._state: DeviceState | None = self.program.init_state()
+        # A test instrument (see testing.ForcedDrafter): replaces the drafts of requests about to be verified.
+        self.draft_override: Callable[[SequenceOf[Sequence], np.ndarray], np.ndarray] | None = None
         self._decode: dict[int, Compiled] = {}
         self._prefill: dict[int, Compiled] = {}
         self.compiles_after_ready = 0
@@ -108,6 +110,9 @@ class ModelRunner:
             output = self._run(self._prefill, bucket, self._prefill_batch(step, bucket))
         else:
             bucket = bucket_for(len(step.decodes), self.shapes.decode, "decode requests")
+            if self.draft_override is not None:
+                drafts = self.draft_override(step.decodes, np.array(jax.device_get(self.state.drafts)))
+                self._state = dataclasses.replace(self.state, drafts=drafts)
             output = self._run(self._decode, bucket, self._decode_batch(step.decodes, bucket))
         compiled = telemetry.compile_count() - before
         if compiled:

@@ -12,8 +12,7 @@ import enum
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 
-from dspark_jax.cache.allocator import PagePool
-from dspark_jax.cache.groups import BLOCK_TOKENS, WINDOW_PAGE_TOKENS
+from dspark_jax.cache.allocator import BLOCK_TOKENS, WINDOW_PAGE_TOKENS, PagePool
 from dspark_jax.engine.buckets import StepShapes
 from dspark_jax.engine.request import FinishReason, Request, RequestUpdate
 
