@@ -31,8 +31,7 @@ class RequestStream:
     """Updates of a group of requests as they come; iteration ends when every request of the group has ended.
 
     Leaving it (``aclose``, or the end of an ``async with``) aborts whatever has not ended. Made by
-    ``AsyncEngine.submit``
-    and used in the event loop it was made in.
+    ``AsyncEngine.submit`` and used in the event loop it was made in.
     """
 
     def __init__(self, engine: AsyncEngine, request_ids: Iterable[str]):
@@ -139,14 +138,12 @@ class AsyncEngine:
     """Owns the one thread that touches ``core`` and hands its updates to coroutines, in any number of event loops.
 
     Commands (add, abort, counters) are taken between two steps; the thread sleeps while there is neither a command nor
-    work.
-    If ``core.step`` raises, every request in flight ends with an ``ERROR`` update, nothing more is accepted and
+    work. If ``core.step`` raises, every request in flight ends with an ``ERROR`` update, nothing more is accepted and
     ``check_health`` raises. The same holds, for as long as it lasts, when one step takes longer than
     ``step_timeout_s``.
 
     At most ``max_running + max_waiting`` requests are in flight; more raise ``EngineOverloadedError``. ``max_running``
-    is the
-    number of the core's request slots.
+    is the number of the core's request slots.
     """
 
     def __init__(self, core: EngineCore, *, max_running: int = 8, max_waiting: int = 256, step_timeout_s: float = 60.0):
@@ -179,9 +176,8 @@ class AsyncEngine:
             self._thread.start()
 
     async def stop(self, *, drain_s: float = 0.0) -> None:
-        """Accepts nothing more, lets requests finish for up to ``drain_s`` seconds, ends the others with an ``ABORT``
-        update
-        and ends the thread."""
+        """Ends the thread. Nothing more is accepted; requests may finish for up to ``drain_s`` seconds, then the others
+        end with an ``ABORT`` update."""
         with self._lock:
             self._unavailable = self._unavailable or "the engine is shutting down"
         if self._thread is None:
@@ -243,10 +239,10 @@ class AsyncEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, *, request_id: str, choice: int = 0
     ) -> AsyncGenerator[RequestUpdate]:
-        """Updates of one request, the last one with a finish reason. Closing the iterator or cancelling the task
-        aborts it.
+        """Updates of one request, the last one with a finish reason.
 
-        Raises what ``submit`` raises, at the first update.
+        Closing the iterator or cancelling the task aborts the request. Raises what ``submit`` raises, at the first
+        update.
         """
         request = Request(request_id, tuple(prompt_ids), sampling, choice)
         async with await self.submit([request]) as stream:
@@ -254,8 +250,7 @@ class AsyncEngine:
                 yield update
 
     def abort(self, request_id: str) -> None:
-        """Ends a request before the next step. Whoever waits for it gets an ``ABORT`` update. Unknown ids are
-        ignored."""
+        """Ends a request before the next step; who waits for it gets an ``ABORT`` update. Unknown ids are ignored."""
         self._commands.put(_Abort(request_id))
 
     async def counters(self) -> dict[str, float]:
