@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dspark_jax.cache.groups import BLOCK_TOKENS, CacheLayouts
+from dspark_jax.cache.allocator import BLOCK_TOKENS
+from dspark_jax.cache.groups import CacheLayouts
 
 
 @jax.tree_util.register_dataclass
