@@ -33,7 +33,7 @@ def abstract_model(config: ModelConfig, policy: Policy) -> tuple[nnx.GraphDef[De
 def parameter_targets(state: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:
     """Dotted parameter paths (DeepSeek's tensor names, experts stacked) and what each should become."""
     flat = nnx.to_flat_state(state)
-    return {".".join(map(str, path)): jax.ShapeDtypeStruct(leaf[...].shape, leaf[...].dtype) for path, leaf in flat}
+    return {".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat}
 
 
 def assemble(graph: nnx.GraphDef[DeepseekV4], state: nnx.State, params: dict[str, jax.Array]) -> DeepseekV4:

@@ -1,0 +1,45 @@
+"""Plain ``jax.numpy`` meaning of compressed sparse MLA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _numerics as numerics
+from pallas_kernels.kv_pages.reference import gather
+from pallas_kernels.pages import Layout
+
+# Rows at a time: their gathered keys are all that is held in memory at once.
+_TILE = 8
+
+KeyGroup = tuple[jax.Array, Layout, jax.Array, jax.Array]
+
+
+def attend(
+    q: jax.Array, groups: Sequence[KeyGroup], attn_sink: jax.Array, sm_scale: float
+) -> tuple[jax.Array, jax.Array]:
+    sink = attn_sink.astype(jnp.float32)
+
+    def tile(q: jax.Array, *lists: jax.Array) -> tuple[jax.Array, jax.Array]:
+        keys, live = [], []
+        for (cache, layout, _, _), slots, lengths in zip(groups, lists[::2], lists[1::2], strict=True):
+            live.append((jnp.arange(slots.shape[1]) < lengths[:, None]) & (slots >= 0))
+            keys.append(gather(cache, layout, jnp.where(live[-1], slots, -1)))
+        key, mask = jnp.concatenate(keys, axis=1).astype(q.dtype), jnp.concatenate(live, axis=1)[:, None]
+        logits = jnp.einsum("nhd,nkd->nhk", q, key, precision=numerics.HIGHEST, preferred_element_type=jnp.float32)
+        logits = jnp.where(mask, logits * sm_scale, -jnp.inf)
+        top = jnp.maximum(logits.max(-1), sink)
+        weights = jnp.where(mask, jnp.exp(logits - top[..., None]), 0.0)
+        total = weights.sum(-1) + jnp.exp(sink - top)
+        out = jnp.einsum(
+            "nhk,nkd->nhd",
+            weights.astype(q.dtype),
+            key,
+            precision=numerics.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
+
+    return numerics.map_row_tiles(tile, _TILE, q, *(x for group in groups for x in group[2:]))
