@@ -20,10 +20,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from pallas_kernels.pages import DenseLayout, PageLayout
 
 from dspark_jax.cache.allocator import BLOCK_TOKENS, WINDOW_PAGE_TOKENS
 from dspark_jax.config import ModelConfig, Precision
+from pallas_kernels.pages import DenseLayout, PageLayout
 
 PACKED_HEAD_DIM = 512
 

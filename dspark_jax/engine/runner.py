@@ -141,7 +141,7 @@ class ModelRunner:
         return self._state
 
     # -- batches ----------------------------------------------------------------------------------------------------
-    def _tables(self, sequences: SequenceOf[Sequence], size: int) -> tuple[np.ndarray, np.ndarray]:
+    def _tables(self, sequences: SequenceOf[Sequence], size: int) -> tuple[Any, Any]:
         window = np.zeros((size, self.shapes.window_pages), np.int32)
         blocks = np.zeros((size, self.shapes.block_pages), np.int32)
         for i, sequence in enumerate(sequences):
@@ -155,12 +155,13 @@ class ModelRunner:
         return RowSampling.from_params([s.request.sampling for s in sequences], [s.seed for s in sequences], size=size)
 
     def _decode_batch(self, decodes: SequenceOf[Sequence], size: int) -> DecodeBatch:
-        slot = np.full(size, -1, np.int32)
+        slot: Any = np.full(size, -1, np.int32)
         slot[: len(decodes)] = [s.slot for s in decodes]
+        num_drafts: Any = np.full(size, self.shapes.num_drafts, np.int32)
         window, blocks = self._tables(decodes, size)
         return DecodeBatch(
             slot=slot,
-            num_drafts=np.full(size, self.shapes.num_drafts, np.int32),
+            num_drafts=num_drafts,
             window_table=window,
             block_table=blocks,
             sampling=self._sampling(decodes, size),
@@ -168,12 +169,16 @@ class ModelRunner:
 
     def _prefill_batch(self, step: ScheduledStep, size: int) -> PrefillBatch:
         requests = self.shapes.max_prefill_seqs
-        per_row = {name: np.zeros(size, np.int32) for name in ("token", "position", "request")}
-        next_token = np.full(size, -1, np.int32)
-        valid = np.zeros(size, np.bool_)
-        per_request = {name: np.zeros(requests, np.int32) for name in ("start", "first_row", "num_rows")}
-        slot, anchor = np.full(requests, -1, np.int32), np.full(requests, -1, np.int32)
-        finishes = np.zeros(requests, np.bool_)
+        # Programs take NumPy arrays where dataclasses declare JAX ones, hence Any.
+        per_row: dict[str, Any] = {name: np.zeros(size, np.int32) for name in ("token", "position", "request")}
+        next_token: Any = np.full(size, -1, np.int32)
+        valid: Any = np.zeros(size, np.bool_)
+        per_request: dict[str, Any] = {
+            name: np.zeros(requests, np.int32) for name in ("start", "first_row", "num_rows")
+        }
+        slot: Any = np.full(requests, -1, np.int32)
+        anchor: Any = np.full(requests, -1, np.int32)
+        finishes: Any = np.zeros(requests, np.bool_)
         row = 0
         for i, chunk in enumerate(step.chunks):
             span, end = slice(row, row + chunk.length), chunk.start + chunk.length

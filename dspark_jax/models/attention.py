@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from pallas_kernels.linear import grouped_linear
 
 from dspark_jax.cache.groups import CacheLayouts, LayerCache
 from dspark_jax.config import ModelConfig
@@ -19,6 +19,7 @@ from dspark_jax.models.rope import inverse_frequencies
 from dspark_jax.models.rows import Addressing, Rows, entry_slots
 from pallas_kernels import _numerics as numerics
 from pallas_kernels import compressed_mla, kv_pages
+from pallas_kernels.linear import grouped_linear
 
 
 class Attention(nnx.Module):
@@ -75,7 +76,7 @@ class Attention(nnx.Module):
 
     def attend(self, q, window_cache, window_layout, window, lengths, indexed=None) -> Float[Array, "N H d"]:
         cache, layout, slots, counts = indexed or (None, None, None, None)
-        return compressed_mla.attend(
+        out: Any = compressed_mla.attend(
             q,
             window_cache,
             window_layout,
@@ -88,6 +89,7 @@ class Attention(nnx.Module):
             attn_sink=self.attn_sink[...],
             sm_scale=self.head_dim**-0.5,
         )
+        return out
 
     def __call__(
         self, x: Float[Array, "N D"], rows: Rows, where: Addressing, cache: LayerCache, layouts: CacheLayouts
@@ -114,6 +116,8 @@ class Attention(nnx.Module):
         return self.output(o, rows.position), cache
 
     def _compress(self, x, rows: Rows, cache: LayerCache, layouts: CacheLayouts) -> LayerCache:
+        assert cache.state is not None
+        assert cache.entries is not None
         pooled, request, entry, state = self.compressor(x, rows, cache.state)
         pooled = self.compressor.rotate(pooled, entry, self.inv_freq)
         slots = entry_slots(rows.block_table[request], entry, self.ratio)

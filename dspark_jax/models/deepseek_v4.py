@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,8 @@ class DeepseekV4(StreamReader):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs=rngs)
         self.head = Linear(c.hidden_size, c.vocab_size, storage="dense", axes=("vocab", "embed"), **table)
         self.declare_stream_reader(c, rngs)
+        # Stages of one kind or the other: what reads them knows which (dspark.py, mtp.py).
+        self.mtp: nnx.List[Any] = nnx.List([])
         if c.draft_kind == "dspark":
             self.mtp = nnx.List([DSparkStage(c, policy, k, rngs=rngs) for k in range(c.num_draft_stages)])
         elif c.draft_kind == "mtp":

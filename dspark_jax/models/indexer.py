@@ -51,6 +51,8 @@ class Indexer(nnx.Module):
     ) -> tuple[Int[Array, "N topk"], Int[Array, " N"], LayerCache]:
         """Writes the index keys that close in this step, then selects. Returns entry numbers (-1 behind them), counts,
         cache."""
+        assert cache.index_state is not None
+        assert cache.index_entries is not None
         keys, request, entry, state = self.compressor(x, rows, cache.index_state)
         keys = ops.prepare_key(keys, jnp.maximum(entry, 0) * 4, inv_freq, quantize=self.quantize)
         slots = entry_slots(rows.block_table[request], entry, 4)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from pallas_kernels.linear import linear
-from pallas_kernels.weights import Weight
 
 from dspark_jax.config import ModelConfig, Precision
 from pallas_kernels import _numerics as numerics
+from pallas_kernels.linear import linear
+from pallas_kernels.weights import Weight
 
 Storage = Literal["dense", "fp8", "mxfp4"]
 _STORAGE: dict[str, Storage] = {"fp8": "fp8", "fp4": "mxfp4", "bf16": "dense", "fp32": "dense"}
@@ -89,16 +89,16 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.storage: Storage = storage
-        shape, axes = (*batch, out_features, in_features), (*batch_axes, *axes)
+        shape, all_axes = (*batch, out_features, in_features), (*batch_axes, *axes)
         if storage == "dense":
-            self.weight = param(shape, dtype, axes, rngs=rngs, scale=in_features**-0.5)
+            self.weight = param(shape, dtype, all_axes, rngs=rngs, scale=in_features**-0.5)
         elif storage == "fp8":
-            self.weight = param(shape, jnp.float8_e4m3fn, axes, rngs=rngs, scale=1.0)
+            self.weight = param(shape, jnp.float8_e4m3fn, all_axes, rngs=rngs, scale=1.0)
             blocks = (*batch, -(-out_features // 128), -(-in_features // 128))
-            self.scale = param(blocks, jnp.uint8, axes, rngs=rngs, base=127 - _log2(in_features))
+            self.scale = param(blocks, jnp.uint8, all_axes, rngs=rngs, base=127 - _log2(in_features))
         else:
-            self.weight = param((*batch, out_features, in_features // 2), jnp.uint8, axes, rngs=rngs)
-            self.scale = param((*batch, out_features, in_features // 32), jnp.uint8, axes, rngs=rngs, base=127)
+            self.weight = param((*batch, out_features, in_features // 2), jnp.uint8, all_axes, rngs=rngs)
+            self.scale = param((*batch, out_features, in_features // 32), jnp.uint8, all_axes, rngs=rngs, base=127)
 
     @property
     def kernel(self) -> Weight:
