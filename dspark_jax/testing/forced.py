@@ -14,9 +14,9 @@ from dspark_jax.engine.scheduler import Sequence
 class ForcedDrafter:
     """Proposes the true next token with probability ``p``, otherwise a random id.
 
-    ``truth`` maps a request id to the tokens its greedy output should have (from ``Oracle``); beyond its end random ids are
-    proposed. Acts on an engine without ``async_scheduling`` (a draft must know the request's exact position). Greedy
-    requests only see the ids; for sampled ones build the engine with ``draft_sampling="greedy"``, where a
+    ``truth`` maps a request id to the tokens its greedy output should have (from ``Oracle``); beyond its end random ids
+    are proposed. Acts on an engine without ``async_scheduling`` (a draft must know the request's exact position).
+    Greedy requests only see the ids; for sampled ones build the engine with ``draft_sampling="greedy"``, where a
     draft's law is a point mass, so that the verification stays exact for any proposal.
     """
 
