@@ -6,6 +6,8 @@ import dataclasses
 import math
 
 MAX_SEED = 2**63 - 1
+# Below it logits divided by the temperature would leave float32; the law is a point mass long before.
+MIN_TEMPERATURE = 1e-5
 
 
 class SamplingParamsError(ValueError):
@@ -20,7 +22,7 @@ class SamplingParamsError(ValueError):
 class SamplingParams:
     """Sampling of one request.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 (or -1) keeps the whole vocabulary. ``min_p`` drops tokens whose
+    ``temperature`` 0 (below 1e-5) is greedy. ``top_k`` 0 (or -1) keeps the whole vocabulary. ``min_p`` drops tokens whose
     probability is below ``min_p`` times that of the most likely token. ``seed`` makes the output a function of the
     request alone: the same request with the same seed gives the same tokens in any batch. ``stop`` strings end the
     output before them (or after them with ``include_stop_str_in_output``); ``stop_token_ids`` and, unless
@@ -69,4 +71,5 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Whether the most likely token is always taken."""
+        return self.temperature < MIN_TEMPERATURE
