@@ -52,7 +52,15 @@ def build_parser() -> argparse.ArgumentParser:
     add_generate_arguments(generate)
     generate.set_defaults(run=run_generate)
 
-    for command in (serve, generate):
+    convert = commands.add_parser(
+        "convert", help="store a checkpoint's converted parameters, for a faster start", formatter_class=_HelpFormatter
+    )
+    convert.add_argument("source", metavar="CHECKPOINT", help="checkpoint directory")
+    convert.add_argument("target", metavar="DIR", help="new directory; serve it with --model")
+    _add_precision_arguments(convert)
+    convert.set_defaults(run=run_convert)
+
+    for command in (serve, generate, convert):
         command.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return parser
 
@@ -215,6 +223,19 @@ def run_generate(args: argparse.Namespace) -> int:
     for prompt, output in zip(args.prompts, outputs, strict=True):
         for completion in output.outputs:
             print(f"{prompt!r} -> {completion.text!r} ({completion.finish_reason}, {len(completion.token_ids)} tokens)")
+    return 0
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    """Reads a checkpoint once and stores its parameters stacked and in their final dtype."""
+    from dspark_jax.checkpoint import CheckpointError
+    from dspark_jax.engine.build import convert
+
+    try:
+        target = convert(args.source, args.target, precision=args.precision, dtype=args.dtype)
+    except (ConfigError, CheckpointError) as error:
+        raise UsageError(str(error)) from None
+    logger.info("converted for precision %s, dtype %s: %s", args.precision, args.dtype, target)
     return 0
 
 

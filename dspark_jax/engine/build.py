@@ -12,7 +12,8 @@ import jax
 from flax import nnx
 
 from dspark_jax.checkpoint import build_checkpoint, load_params, tiny_config_json
-from dspark_jax.config import EngineConfig, ModelConfig
+from dspark_jax.checkpoint.orbax_store import save_converted
+from dspark_jax.config import EngineConfig, ModelConfig, Precision
 from dspark_jax.engine.engine import LLMEngine
 from dspark_jax.models import DeepseekV4, Policy
 from dspark_jax.text.byte_tokenizer import write_byte_tokenizer
@@ -47,6 +48,19 @@ def load_model(path: str | pathlib.Path, config: ModelConfig, policy: Policy, *,
     problem."""
     graph, state = abstract_model(config, policy)
     return assemble(graph, state, load_params(path, config, parameter_targets(state), progress=progress))
+
+
+def convert(
+    source: str | pathlib.Path, target: str | pathlib.Path, *, precision: Precision, dtype: str, progress: bool = True
+) -> pathlib.Path:
+    """Stores the parameters of a checkpoint as this precision and dtype need them. Returns the new directory.
+
+    Raises ``ConfigError`` or ``CheckpointError``, before anything is written if the source is at fault.
+    """
+    config = ModelConfig.from_dir(source)
+    _, state = abstract_model(config, Policy.create(config, precision, dtype))
+    params = load_params(source, config, parameter_targets(state), progress=progress)
+    return save_converted(target, source, params, precision=precision, dtype=dtype)
 
 
 def default_checkpoint(cache_dir: str | pathlib.Path | None = None) -> pathlib.Path:
