@@ -13,6 +13,7 @@ from dspark_jax.sampling_params import SamplingParams, SamplingParamsError
 
 if TYPE_CHECKING:
     from dspark_jax.engine.request import EngineCore
+    from dspark_jax.text.encoding_strings import EncodingStrings
     from dspark_jax.text.tokenizer import Tokenizer
 
 # JAX and everything that needs it are imported by the commands: --help and errors in the flags are instant.
@@ -184,7 +185,7 @@ def run_serve(args: argparse.Namespace) -> int:
         engine = AsyncEngine(
             core, max_running=config.max_num_seqs, max_waiting=args.max_waiting, step_timeout_s=args.step_timeout
         )
-        app = create_app(engine, tokenizer, args.served_model_name or name)
+        app = create_app(engine, tokenizer, args.served_model_name or name, strings=_strings(args))
         host, port = listener.getsockname()[:2]
         logger.info("ready: http://%s:%d/v1", f"[{host}]" if ":" in host else host, port)
         serve_forever(make_server(app, shutdown_timeout_s=args.shutdown_timeout), listener)
@@ -211,7 +212,7 @@ def run_generate(args: argparse.Namespace) -> int:
     from dspark_jax.engine.request import RequestError
 
     core, tokenizer, _ = _build(args, config)
-    llm = LLM(core=core, tokenizer=tokenizer)
+    llm = LLM(core=core, tokenizer=tokenizer, strings=_strings(args))
     try:
         if args.chat:
             conversations = [[{"role": "user", "content": prompt}] for prompt in args.prompts]
@@ -250,6 +251,15 @@ def _build(args: argparse.Namespace, config: EngineConfig) -> tuple[EngineCore, 
     except (ConfigError, CheckpointError, TokenizerError) as error:
         raise UsageError(str(error)) from None
     return core, tokenizer, pathlib.Path(args.model).resolve().name if args.model else DEFAULT_MODEL_NAME
+
+
+def _strings(args: argparse.Namespace) -> EncodingStrings:
+    from dspark_jax.text.encoding_strings import EncodingFileError, EncodingStrings
+
+    try:
+        return EncodingStrings.from_checkpoint(args.model)
+    except EncodingFileError as error:
+        raise UsageError(str(error)) from None
 
 
 def _require(condition: bool, message: str) -> None:

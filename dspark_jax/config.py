@@ -99,8 +99,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in (
             "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim q_lora_rank "
-            "o_groups o_lora_rank sliding_window index_n_heads index_head_dim index_topk n_routed_experts num_experts_per_tok "
-            "moe_intermediate_size max_position_embeddings hc_mult hc_sinkhorn_iters"
+            "o_groups o_lora_rank sliding_window index_n_heads index_head_dim index_topk n_routed_experts "
+            "num_experts_per_tok moe_intermediate_size max_position_embeddings hc_mult hc_sinkhorn_iters"
         ).split():
             value = getattr(self, name)
             _require(isinstance(value, int) and value > 0, f"{name} must be a positive integer, got {value!r}")
@@ -370,11 +370,11 @@ class SpeculativeConfig:
 class EngineConfig:
     """Sizes and modes of the engine. Every compiled shape follows from these numbers.
 
-    ``max_num_batched_tokens`` is the largest prefill step; ``num_blocks`` the number of 256-token cache blocks (``None``:
-    enough for ``max_num_seqs`` requests of ``max_model_len``). ``precision``: ``checkpoint`` quantises activations and KV
-    rows as the checkpoint was trained; ``exact`` quantises nothing (parity with float references). ``dtype`` is that of
-    activations (``float32`` is for ``exact`` tests). ``async_scheduling`` dispatches a step before the results of the one
-    before are read. ``seed`` is the source of the seeds of requests that bring none.
+    ``max_num_batched_tokens`` is the largest prefill step; ``num_blocks`` the number of 256-token cache blocks
+    (``None``: enough for ``max_num_seqs`` requests of ``max_model_len``). ``precision``: ``checkpoint`` quantises
+    activations and KV rows as the checkpoint was trained; ``exact`` quantises nothing (parity with float references).
+    ``dtype`` is that of activations (``float32`` is for ``exact`` tests). ``async_scheduling`` dispatches a step
+    before the results of the one before are read. ``seed`` is the source of the seeds of requests that bring none.
     """
 
     max_num_seqs: int = 8

@@ -22,9 +22,9 @@ class SamplingParamsError(ValueError):
 class SamplingParams:
     """Sampling of one request.
 
-    ``temperature`` 0 (below 1e-5) is greedy. ``top_k`` 0 (or -1) keeps the whole vocabulary. ``min_p`` drops tokens whose
-    probability is below ``min_p`` times that of the most likely token. ``seed`` makes the output a function of the
-    request alone: the same request with the same seed gives the same tokens in any batch. ``stop`` strings end the
+    ``temperature`` 0 (below 1e-5) is greedy. ``top_k`` 0 (or -1) keeps the whole vocabulary. ``min_p`` drops tokens
+    whose probability is below ``min_p`` times that of the most likely token. ``seed`` makes the output a function of
+    the request alone: the same request with the same seed gives the same tokens in any batch. ``stop`` strings end the
     output before them (or after them with ``include_stop_str_in_output``); ``stop_token_ids`` and, unless
     ``ignore_eos``, the checkpoint's end token end it at a token. ``max_tokens`` None means up to the context limit.
 

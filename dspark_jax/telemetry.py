@@ -14,7 +14,7 @@ _lock = threading.Lock()
 _compiles = 0
 
 
-def _on_duration(event: str, duration: float, **_: Any) -> None:
+def _on_duration(event: str, duration_secs: float, **kwargs: Any) -> None:
     global _compiles
     if event == _BACKEND_COMPILE_EVENT:
         with _lock:

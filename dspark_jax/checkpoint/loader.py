@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import ml_dtypes

@@ -15,6 +15,7 @@ from dspark_jax.engine.output import OutputAssembler
 from dspark_jax.engine.request import EngineCore, FinishReason, Request
 from dspark_jax.sampling_params import SamplingParams
 from dspark_jax.text.encoding import encode_messages
+from dspark_jax.text.encoding_strings import EncodingStrings
 from dspark_jax.text.tokenizer import Tokenizer
 
 type Prompt = str | Sequence[int]
@@ -52,7 +53,8 @@ class LLM:
 
     ``model`` is a checkpoint directory, or None for the generated tiny checkpoint with random weights. Other keywords
     are fields of ``EngineConfig``, and ``num_speculative_tokens`` and ``draft_sampling`` of ``SpeculativeConfig``. A
-    ready engine may be given as ``core`` with its ``tokenizer`` instead; it must have no other user.
+    ready engine may be given as ``core`` with its ``tokenizer`` (and prompt ``strings``) instead; it must have no
+    other user.
 
     Raises ``ConfigError``, ``CheckpointError`` or ``TokenizerError`` saying what is wrong with model or keywords.
     """
@@ -63,6 +65,7 @@ class LLM:
         *,
         core: EngineCore | None = None,
         tokenizer: Tokenizer | None = None,
+        strings: EncodingStrings | None = None,
         num_speculative_tokens: int | None = None,
         draft_sampling: Literal["probabilistic", "greedy"] = "probabilistic",
         progress: bool = True,
@@ -79,6 +82,7 @@ class LLM:
             raise TypeError("a ready core comes with its tokenizer and takes neither a model nor engine settings")
         self.core: EngineCore = core
         self.tokenizer: Tokenizer = tokenizer
+        self.strings = strings or EncodingStrings.from_checkpoint(model)
         self._progress = progress
         self._ids = itertools.count()
 
@@ -130,8 +134,11 @@ class LLM:
         """
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         each = [conversations] if single else conversations
-        prompts = [encode_messages(list(messages), thinking=thinking, effort=effort) for messages in each]
-        return self.generate(prompts, sampling or SamplingParams(max_tokens=None), n=n)
+        prompts = [
+            encode_messages(list(messages), thinking=thinking, effort=effort, strings=self.strings) for messages in each
+        ]
+        ids = [self.tokenizer.encode_segments(prompt) for prompt in prompts]
+        return self.generate(ids, sampling or SamplingParams(max_tokens=None), n=n)
 
     def _run(self, requests: Sequence[Request]) -> list[CompletionOutput]:
         live: dict[str, int] = {}

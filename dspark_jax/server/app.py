@@ -16,6 +16,7 @@ from dspark_jax.engine.async_engine import AsyncEngine, EngineUnavailableError
 from dspark_jax.server import chat, completions
 from dspark_jax.server.generation import Service, now, unavailable
 from dspark_jax.server.protocol import ApiError, bad_request, internal_error, validation_error
+from dspark_jax.text.encoding_strings import BUILT_IN_STRINGS, EncodingStrings
 from dspark_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -26,16 +27,18 @@ def create_app(
     tokenizer: Tokenizer,
     model_name: str,
     *,
+    strings: EncodingStrings = BUILT_IN_STRINGS,
     max_choices: int = 16,
     max_body_bytes: int = 8 * 2**20,
 ) -> FastAPI:
     """The OpenAI-compatible application: ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``, ``/health``.
 
-    ``model_name`` is the only model that clients may name. ``max_choices`` bounds ``n``; a body of more than
-    ``max_body_bytes`` is refused. The application starts ``engine`` and stops it at the end; how long requests in
-    flight may take then is for the HTTP server to decide. Every error is OpenAI's JSON error object.
+    ``model_name`` is the only model that clients may name; ``strings`` are its checkpoint's prompt texts.
+    ``max_choices`` bounds ``n``; a body of more than ``max_body_bytes`` is refused. The application starts ``engine``
+    and stops it at the end; how long requests in flight may take then is for the HTTP server to decide. Every error
+    is OpenAI's JSON error object.
     """
-    service = Service(engine, tokenizer, model_name, max_choices, started=now())
+    service = Service(engine, tokenizer, model_name, max_choices, started=now(), strings=strings)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:

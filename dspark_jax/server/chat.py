@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import fastapi
@@ -57,6 +58,15 @@ class ChatWriter:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
+def _check_roles(messages: Sequence[Any]) -> None:
+    """Raises ``EncodingError`` for a conversation that leaves the model nothing to answer, or has an internal role."""
+    roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
+    if "developer" in roles:
+        raise EncodingError(f"messages[{roles.index('developer')}].role: 'developer' is not served: expected 'system'")
+    if roles and roles[-1] in ("system", "assistant") and not messages[-1].get("wo_eos"):
+        raise EncodingError(f"the last message must be from 'user' or 'tool', got {roles[-1]!r}: nothing to answer")
+
+
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
@@ -65,7 +75,8 @@ def router(service: Service) -> APIRouter:
         body.check_fields(service.model_name, service.max_choices)
         thinking, effort = body.thinking_mode()
         try:
-            prompt = encode_messages(body.messages, thinking=thinking, effort=effort)
+            _check_roles(body.messages)
+            prompt = encode_messages(body.messages, thinking=thinking, effort=effort, strings=service.strings)
         except EncodingError as error:
             raise bad_request(str(error), "messages") from None
         token_ids = await tokenize(service, prompt, "messages")

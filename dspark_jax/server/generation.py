@@ -14,7 +14,8 @@ from dspark_jax.engine.output import OutputAssembler, OutputPiece
 from dspark_jax.engine.request import FinishReason, Request, RequestError
 from dspark_jax.sampling_params import SamplingParams
 from dspark_jax.server.protocol import ApiError, bad_request
-from dspark_jax.text.tokenizer import Tokenizer, TokenizerError
+from dspark_jax.text.encoding_strings import BUILT_IN_STRINGS, EncodingStrings
+from dspark_jax.text.tokenizer import Segment, Tokenizer, TokenizerError
 
 RETRY_AFTER_S = 1
 # Longer text is tokenised in a worker thread so that other clients' tokens keep flowing.
@@ -30,6 +31,7 @@ class Service:
     model_name: str
     max_choices: int
     started: int
+    strings: EncodingStrings = BUILT_IN_STRINGS
 
 
 def unavailable(error: EngineUnavailableError) -> ApiError:
@@ -40,12 +42,18 @@ def unavailable(error: EngineUnavailableError) -> ApiError:
     return ApiError(503, str(error), code="engine_unavailable")
 
 
-async def tokenize(service: Service, text: str, parameter: str) -> list[int]:
-    """Token ids of ``text``. Raises ``ApiError`` for text that is not valid Unicode."""
+async def tokenize(service: Service, prompt: str | Sequence[Segment], parameter: str) -> list[int]:
+    """Token ids of text or of a rendered conversation. Raises ``ApiError`` for text that is not valid Unicode."""
+    tokenizer = service.tokenizer
+
+    def encode() -> list[int]:
+        return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_segments(prompt)
+
+    length = len(prompt) if isinstance(prompt, str) else sum(len(segment.text) for segment in prompt)
     try:
-        if len(text) <= _INLINE_TOKENISE_CHARS:
-            return service.tokenizer.encode(text)
-        return await asyncio.to_thread(service.tokenizer.encode, text)
+        if length <= _INLINE_TOKENISE_CHARS:
+            return encode()
+        return await asyncio.to_thread(encode)
     except TokenizerError as error:
         raise bad_request(f"{parameter}: {error}", parameter) from None
 

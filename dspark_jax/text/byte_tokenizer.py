@@ -35,7 +35,8 @@ def build_byte_tokenizer(vocab_size: int = 512) -> tokenizers.Tokenizer:
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
-            f"vocab_size must be at least {MIN_VOCAB_SIZE} ({FIRST_BYTE_ID} special tokens and 256 bytes), got {vocab_size}"
+            f"vocab_size must be at least {MIN_VOCAB_SIZE} ({FIRST_BYTE_ID} special tokens and 256 bytes), "
+            f"got {vocab_size}"
         )
     chars = byte_to_char()
     vocab = dict(BYTE_TOKENIZER_IDS)

@@ -53,7 +53,8 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Reads a ``tokenizer.json``. Raises ``TokenizerError`` naming the path if it is absent, too large or invalid."""
+        """Reads a ``tokenizer.json``. Raises ``TokenizerError`` naming the path if it is absent, too large or
+        invalid."""
         path = Path(path)
         if not path.is_file():
             raise TokenizerError(f"no tokenizer at {path}: expected a Hugging Face tokenizer.json")
@@ -71,7 +72,8 @@ class Tokenizer:
         return cls.from_file(Path(checkpoint_dir) / "tokenizer.json")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``; special tokens in it become their ids. Raises ``TokenizerError`` for lone surrogates."""
+        """Token ids of ``text``; special tokens in it become their ids. Raises ``TokenizerError`` for lone
+        surrogates."""
         return _encode(self._tokenizer, text)
 
     def encode_segments(self, segments: Iterable[Segment]) -> list[int]:
@@ -79,7 +81,8 @@ class Tokenizer:
 
         Plain text that spells a special token is encoded letter by letter, so a user cannot forge a turn. Equal to
         ``encode`` of the joined text when no plain segment spells one: added tokens are cut out before BPE runs, so no
-        merge ever crosses a special segment. Raises ``TokenizerError`` if the vocabulary lacks a special segment's token.
+        merge ever crosses a special segment. Raises ``TokenizerError`` if the vocabulary lacks a special segment's
+        token.
         """
         ids: list[int] = []
         plain = ""

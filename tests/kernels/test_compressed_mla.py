@@ -137,8 +137,8 @@ def test_bad_arguments_are_named(rng):
         case.run(attn_sink=case.sink[:3])
     with pytest.raises(ValueError, match="go together"):
         case.run(indexed_cache=None, indexed=False, indexed_layout=case.layouts[1])
+    narrow = DenseLayout(64, 3, 256, F32)
     with pytest.raises(ValueError, match="must hold rows of width 512 as q, got 256"):
-        narrow = DenseLayout(64, 3, 256, F32)
         compressed_mla.attend(
             case.q,
             narrow.zeros(),
