@@ -132,10 +132,38 @@ def hadamard(x: Float[Array, "*B n"]) -> Float[Array, "*B n"]:
     return (y * np.float32(1 / math.sqrt(n))).astype(x.dtype)
 
 
+def tree_reduce(x: jax.Array, axis: int, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """Reduces an axis by halving it: elementwise steps in an order that depends on the axis' length alone.
+
+    A compiler chooses how to emit a reduction, and what is fused with it, by the whole array's shape, so a row may be
+    rounded differently when there are more rows.
+    """
+    size = x.shape[axis]
+    while size > 1 and size % 2 == 0:
+        size //= 2
+        low, high = (jax.lax.slice_in_dim(x, start, start + size, axis=axis) for start in (0, size))
+        x = combine(low, high)
+    total = jax.lax.index_in_dim(x, 0, axis, keepdims=False)
+    for i in range(1, size):
+        total = combine(total, jax.lax.index_in_dim(x, i, axis, keepdims=False))
+    return total
+
+
+def tree_sum(x: jax.Array, axis: int) -> jax.Array:
+    """Sum over an axis whose rounding does not depend on other axes: see ``tree_reduce``."""
+    return tree_reduce(x, axis, jnp.add)
+
+
+def tree_max(x: jax.Array, axis: int) -> jax.Array:
+    """Maximum over an axis. It is exact in any order, but what is fused with it is not: see ``tree_reduce``."""
+    return tree_reduce(x, axis, jnp.maximum)
+
+
 def rms_norm(x: Float[Array, "*B K"], weight: Float[Array, " K"] | None, eps: float) -> Float[Array, "*B K"]:
     """``x * rsqrt(mean(x^2) + eps) * weight`` in float32, rounded once to the dtype of ``x``."""
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    mean = tree_sum(y * y, y.ndim - 1) / y.shape[-1]
+    y = y * jax.lax.rsqrt(mean + eps)[..., None]
     if weight is not None:
         y = y * weight.astype(jnp.float32)
     return y.astype(x.dtype)

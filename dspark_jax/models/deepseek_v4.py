@@ -17,6 +17,7 @@ from dspark_jax.models.dspark import DSparkStage
 from dspark_jax.models.layers import Embedding, Linear, Policy, RMSNorm
 from dspark_jax.models.mtp import MTPStage
 from dspark_jax.models.rows import Addressing, Rows
+from pallas_kernels import _numerics as numerics
 
 
 @jax.tree_util.register_dataclass
@@ -83,5 +84,6 @@ class DeepseekV4(StreamReader):
                 h, cache = block(h, token, lambda attn, x, cache=cache: attn(x, rows, where, cache, layouts))
             new.append(cache)
             if i in self.config.dspark_target_layer_ids:
-                taps.append(h.astype(jnp.float32).mean(1).astype(h.dtype))
+                mean = numerics.tree_sum(h.astype(jnp.float32), 1) / h.shape[1]
+                taps.append(mean.astype(h.dtype))
         return Forward(h, jnp.concatenate(taps, axis=-1) if taps else None), new

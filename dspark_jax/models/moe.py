@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.models.layers import Linear, Policy, param
+from pallas_kernels import _numerics as numerics
 from pallas_kernels import moe as ops
 
 
@@ -33,9 +34,10 @@ class Gate(nnx.Module):
         self, x: Float[Array, "N D"], token: Int[Array, " N"] | None
     ) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
         """Chosen experts and their weights (normalised, then scaled). ``token`` is needed by hash layers only."""
+        rows = numerics.at_least_two_rows(x.astype(jnp.float32))
         logits = jax.lax.dot_general(
-            x.astype(jnp.float32), self.weight[...], (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
-        )
+            rows, self.weight[...], (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
+        )[: x.shape[0]]
         scores = jnp.sqrt(jax.nn.softplus(logits))
         if self.hashed:
             if token is None:
@@ -44,7 +46,7 @@ class Gate(nnx.Module):
         else:
             ids = jax.lax.top_k(scores + self.bias[...], self.top_k)[1].astype(jnp.int32)
         weights = jnp.take_along_axis(scores, ids, axis=1)
-        return ids, weights / weights.sum(-1, keepdims=True) * self.factor
+        return ids, weights / numerics.tree_sum(weights, 1)[:, None] * self.factor
 
 
 class Experts(nnx.Module):

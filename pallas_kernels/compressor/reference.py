@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import _numerics as numerics
+
 
 def pool(
     ring: jax.Array,
@@ -29,8 +31,10 @@ def pool(
         weight = jnp.concatenate([weight[:, :ratio, :half], weight[:, ratio:, half:]], axis=1)
     live = ((position >= 0) & (position < high[:, None]) & (entry >= 0)[:, None])[..., None]
     weight = jnp.where(live, weight, -jnp.inf)
-    weight = jnp.exp(weight - jnp.maximum(weight.max(1, keepdims=True), jnp.finfo(jnp.float32).min))
-    pooled = jnp.sum(jnp.where(live, weight * key, 0.0), axis=1) / jnp.maximum(weight.sum(1), 1e-30)
+    top = jnp.maximum(numerics.tree_max(weight, 1), jnp.finfo(jnp.float32).min)
+    weight = jnp.exp(weight - top[:, None])
+    pooled = numerics.tree_sum(jnp.where(live, weight * key, 0.0), 1)
+    pooled = pooled / jnp.maximum(numerics.tree_sum(weight, 1), 1e-30)
     return _store(ring, kv, score, slot, start, first_row, num_rows, row_request), pooled, request, entry
 
 
@@ -40,7 +44,7 @@ def _closing(start: jax.Array, num_rows: jax.Array, room: int, ratio: int) -> tu
     count = (start + num_rows) // ratio - before
     end = jnp.cumsum(count)
     index = jnp.arange(room, dtype=jnp.int32)
-    request = jnp.minimum(jnp.searchsorted(end, index, side="right"), start.shape[0] - 1).astype(jnp.int32)
+    request = jnp.minimum((end <= index[:, None]).sum(1), start.shape[0] - 1).astype(jnp.int32)
     entry = before[request] + index - (end - count)[request]
     return request, jnp.where(index < end[-1], entry, -1).astype(jnp.int32)
 

@@ -52,8 +52,8 @@ def test_quantised_linear(primitives, kind, format):
 
 def test_sinkhorn(primitives):
     mix, base, scale = (jnp.asarray(primitives[f"hc_{name}"]) for name in ("mix", "base", "scale"))
-    for got, name in zip(hyper.split_mixes(mix, base, scale, 4, 1e-6, 20), ("pre", "post", "comb"), strict=True):
-        np.testing.assert_allclose(got, primitives[f"hc_{name}"], rtol=0, atol=1e-6)
+    for got, name in zip(hyper.split_mixes(mix.T, base, scale, 4, 1e-6, 20), ("pre", "post", "comb"), strict=True):
+        np.testing.assert_allclose(np.moveaxis(np.asarray(got), -1, 0), primitives[f"hc_{name}"], rtol=0, atol=1e-6)
 
 
 def test_sinkhorn_of_the_specification():
@@ -61,24 +61,24 @@ def test_sinkhorn_of_the_specification():
     i = np.arange(24)
     mix, base = np.sin(i + 1).astype(np.float32)[None], (0.1 * np.cos(i)).astype(np.float32)
     read, write, comb = hyper.split_mixes(
-        jnp.asarray(mix), jnp.asarray(base), jnp.asarray([1, 0.5, 2], jnp.float32), 4, 1e-6, 20
+        jnp.asarray(mix).T, jnp.asarray(base), jnp.asarray([1, 0.5, 2], jnp.float32), 4, 1e-6, 20
     )
-    np.testing.assert_allclose(read[0], [0.719398, 0.723789, 0.524857, 0.298218], atol=1e-6)
-    np.testing.assert_allclose(write[0], [0.734131, 0.944387, 1.209124, 1.277558], atol=1e-6)
+    np.testing.assert_allclose(read[:, 0], [0.719398, 0.723789, 0.524857, 0.298218], atol=1e-6)
+    np.testing.assert_allclose(write[:, 0], [0.734131, 0.944387, 1.209124, 1.277558], atol=1e-6)
     rows = [
         [0.419492, 0.196652, 0.159374, 0.224482],
         [0.044164, 0.476456, 0.447288, 0.032091],
         [0.003811, 0.02129, 0.283733, 0.691165],
         [0.532532, 0.305601, 0.109605, 0.052261],
     ]
-    np.testing.assert_allclose(comb[0], rows, atol=1e-6)
+    np.testing.assert_allclose(comb[..., 0], rows, atol=1e-6)
 
 
 @pytest.mark.contract("T2")
 def test_sinkhorn_balances_columns(rng):
     mix, base, scale = rng.standard_normal((64, 24)), 0.5 * rng.standard_normal(24), 1 + 0.1 * rng.standard_normal(3)
-    f32 = [jnp.asarray(x, jnp.float32) for x in (mix, base, scale)]
-    _, _, comb = hyper.split_mixes(*f32, 4, 1e-6, 20)
+    f32 = [jnp.asarray(x, jnp.float32) for x in (mix.T, base, scale)]
+    comb = np.moveaxis(np.asarray(hyper.split_mixes(*f32, 4, 1e-6, 20)[2]), -1, 0)
     np.testing.assert_allclose(comb.sum(1), 1, atol=1e-5)
     np.testing.assert_allclose(comb.sum(2), 1, atol=1e-1)
     c = (mix[:, 8:] * scale[2] + base[8:]).reshape(-1, 4, 4)
