@@ -1,4 +1,5 @@
-"""Tiny models in the real format and engines over them. Engines are built once per worker: compiling is what takes time."""
+"""Tiny models in the real format and engines over them. Engines are built once per worker: compiling is what takes
+time."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def engines(models):
     """``engines(num_speculative_tokens, ...)``: a warmed-up engine, shared by tests that leave it idle."""
     made = {}
 
-    def get(k=None, *, draft="dspark", precision="checkpoint", dtype="bfloat16", draft_sampling="probabilistic", **sizes):
+    def get(
+        k=None, *, draft="dspark", precision="checkpoint", dtype="bfloat16", draft_sampling="probabilistic", **sizes
+    ):
         key = k, draft, precision, dtype, draft_sampling, tuple(sorted(sizes.items()))
         if key not in made:
             options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 512, **sizes}
