@@ -60,9 +60,7 @@ def engines(models):
         key = k, draft, precision, dtype, draft_sampling, tuple(sorted(sizes.items()))
         if key not in made:
             options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 512, **sizes}
-            config = EngineConfig(
-                precision=precision, dtype=dtype, speculative=SpeculativeConfig(k, draft_sampling), **options
-            )
+            config = EngineConfig(precision=precision, dtype=dtype, speculative=SpeculativeConfig(k), **options)
             made[key] = LLMEngine(models(draft, precision, dtype), config, progress=False)
         engine = made[key]
         assert not engine.has_work(), "an earlier test left requests behind"
