@@ -21,7 +21,7 @@ serve: venv
 	$(BIN)/python examples/serve.py $(ARGS)
 
 test: venv
-	$(BIN)/python -m pytest -m 'not gpu and not slow' -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m 'not gpu and not slow' -n 2 --dist loadgroup $(ARGS)
 
 test-slow: venv
 	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)

@@ -77,7 +77,7 @@ class StepShapes:
         return cls(
             num_drafts=k,
             decode=ladder(engine.max_num_seqs),
-            prefill=ladder(engine.max_num_batched_tokens, smallest=min(16, engine.max_num_batched_tokens), factor=4),
+            prefill=ladder(engine.max_num_batched_tokens, smallest=min(64, engine.max_num_batched_tokens), factor=4),
             max_prefill_seqs=max_prefill_seqs,
             window_pages=pages_kept + pages_written,
             block_pages=block_pages,

@@ -9,6 +9,9 @@ from harness import greedy, prompts, requests_for, run
 from dspark_jax.engine.request import Request
 from dspark_jax.testing import ForcedDrafter, Oracle
 
+# One worker builds these engines once.
+pytestmark = pytest.mark.xdist_group("engines")
+
 
 def check_parity(engines, *, num_prompts, num_tokens, max_num_seqs, num_blocks):
     """Every way of running a prompt gives the tokens of the plainest: no speculation, alone."""
@@ -48,7 +51,7 @@ def test_64_prompts_of_64_tokens(engines):
 def test_any_acceptance_rate(engines, models):
     """Float32 without quantisation against the oracle: whatever is proposed, the oracle's tokens come out."""
     options = {"precision": "exact", "dtype": "float32"}
-    engine = engines(None, async_scheduling=False, **options)
+    engine = engines(None, async_scheduling=False, max_num_seqs=2, **options)
     token_lists = prompts(np.random.default_rng(6), 6, 100)
     requests = requests_for(token_lists, greedy(40))
     guess = run(engine, requests)
@@ -74,10 +77,10 @@ def test_any_acceptance_rate(engines, models):
             assert accepted[0] / rounds < 0.1
 
 
-def test_mtp_checkpoint_with_and_without_its_draft(engines):
+def test_mtp_checkpoint(engines):
+    """The same trunk with an MTP block: one draft a step, the same tokens."""
     workload = prompts(np.random.default_rng(7), 4, 60)
     requests = requests_for(workload, greedy(24))
-    engine = engines(None, draft="mtp")
+    engine = engines(None, draft="mtp", max_num_seqs=2, max_num_batched_tokens=32)
     assert engine.shapes.num_drafts == 1
-    plain = run(engines(0, draft="mtp"), requests)
-    assert run(engine, requests) == plain
+    assert run(engine, requests) == run(engines(0, max_num_seqs=4, num_blocks=5), requests)

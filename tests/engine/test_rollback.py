@@ -7,6 +7,8 @@ import pytest
 
 from dspark_jax.testing import Session
 
+# One worker compiles the session once.
+pytestmark = pytest.mark.xdist_group("models")
 K = 5
 
 
