@@ -133,7 +133,7 @@ class LLM:
         that V4's grammar cannot express.
         """
         single = bool(conversations) and isinstance(conversations[0], Mapping)
-        each = [conversations] if single else conversations
+        each: Any = [conversations] if single else conversations
         prompts = [
             encode_messages(list(messages), thinking=thinking, effort=effort, strings=self.strings) for messages in each
         ]
