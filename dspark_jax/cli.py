@@ -243,9 +243,10 @@ def run_convert(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace, config: EngineConfig) -> tuple[EngineCore, Tokenizer, str]:
     """The warmed-up engine, its tokenizer and the model's name."""
     from dspark_jax.checkpoint import CheckpointError
-    from dspark_jax.engine.build import DEFAULT_MODEL_NAME, build_engine
+    from dspark_jax.engine.build import DEFAULT_MODEL_NAME, build_engine, use_compilation_cache
     from dspark_jax.text.tokenizer import TokenizerError
 
+    use_compilation_cache()
     try:
         core, tokenizer = build_engine(args.model, config)
     except (ConfigError, CheckpointError, TokenizerError) as error:

@@ -40,6 +40,12 @@ class RopeScaling:
     beta_slow: float = 1.0
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            _require(number, f"rope_scaling.{field.name} must be a number, got {value!r}")
+        _require(self.beta_fast > 0, f"rope_scaling.beta_fast must be positive, got {self.beta_fast}")
+        _require(self.beta_slow > 0, f"rope_scaling.beta_slow must be positive, got {self.beta_slow}")
         _require(self.factor >= 1, f"rope_scaling.factor must be at least 1, got {self.factor}")
         _require(
             self.original_max_position_embeddings > 0,
@@ -136,7 +142,10 @@ class ModelConfig:
             )
         for name in ("bos_token_id", "eos_token_id"):
             value = getattr(self, name)
-            _require(0 <= value < self.vocab_size, f"{name} must be below vocab_size {self.vocab_size}, got {value}")
+            _require(
+                type(value) is int and 0 <= value < self.vocab_size,
+                f"{name} must be below vocab_size {self.vocab_size}, got {value!r}",
+            )
         match self.draft_kind:
             case "none":
                 _require(

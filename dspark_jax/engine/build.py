@@ -63,15 +63,26 @@ def convert(
     return save_converted(target, source, params, precision=precision, dtype=dtype)
 
 
+def _cache_home() -> pathlib.Path:
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "dspark_jax"
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled steps on disk, next to the generated checkpoint: the second start of a server skips compiling.
+
+    ``JAX_COMPILATION_CACHE_DIR`` names another place. For programs, not for libraries: it is a setting of the process.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(_cache_home() / "compiled"))
+
+
 def default_checkpoint(cache_dir: str | pathlib.Path | None = None) -> pathlib.Path:
     """The tiny checkpoint that is served without ``--model``: random weights from a fixed seed, in the real format.
 
     Written once below ``cache_dir`` (default: ``$XDG_CACHE_HOME/dspark_jax`` or ``~/.cache/dspark_jax``), atomically,
     so that several starts at once are safe.
     """
-    if cache_dir is None:
-        cache_dir = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "dspark_jax"
-    target = pathlib.Path(cache_dir) / f"{DEFAULT_MODEL_NAME}-v{_DEFAULT_MODEL_VERSION}"
+    target = pathlib.Path(cache_dir or _cache_home()) / f"{DEFAULT_MODEL_NAME}-v{_DEFAULT_MODEL_VERSION}"
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         work = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix=".building-"))
