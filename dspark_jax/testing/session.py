@@ -16,7 +16,13 @@ from dspark_jax.models.deepseek_v4 import DeepseekV4
 from dspark_jax.models.dspark import DraftBlock, commit_context, draft_block, markov_step
 from dspark_jax.models.rows import Rows, window_slots
 
-_ROW_TILE = 8
+# Rows are padded to one of the first two or a multiple of the last, so that few programs are compiled.
+_ROW_BUCKETS = (8, 64, 256)
+
+
+def _padded_rows(n: int) -> int:
+    *small, large = _ROW_BUCKETS
+    return next((size for size in small if n <= size), -(-n // large) * large)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +38,8 @@ class Chunk:
 class Session:
     """Caches of one request and the calls that move it on: ``extend``, ``rollback``, ``commit``, ``draft``.
 
-    Positions are explicit, so any chunking, re-play or rollback can be tried. Rows are padded to a multiple of 8, so
-    each chunk length up to a multiple compiles once. Not for serving: the engine batches requests.
+    Positions are explicit, so any chunking, re-play or rollback can be tried. Rows are padded to
+    a few sizes, each of which compiles once. Not for serving: the engine batches requests.
     """
 
     def __init__(self, model: DeepseekV4, max_length: int, *, max_rollback: int = 8):
@@ -75,7 +81,7 @@ class Session:
         n = len(tokens)
         if n == 0 or self.length + n > self.max_length:
             raise ValueError(f"expected 1 to {self.max_length - self.length} tokens, got {n}")
-        padded = np.zeros(-(-n // _ROW_TILE) * _ROW_TILE, np.int32)
+        padded = np.zeros(_padded_rows(n), np.int32)
         padded[:n] = tokens
         (logits, streams, taps), self.trunk = self._forward(
             self._params, self.trunk, padded, np.int32(self.length), np.int32(n)
@@ -86,7 +92,7 @@ class Session:
     def commit(self, taps: np.ndarray, position: int) -> None:
         """Feeds the drafter the taps of committed positions ``position ..`` (DSpark only)."""
         n = len(taps)
-        padded = np.zeros((-(-n // _ROW_TILE) * _ROW_TILE, taps.shape[1]), taps.dtype)
+        padded = np.zeros((_padded_rows(n), taps.shape[1]), taps.dtype)
         padded[:n] = taps
         self.drafter = self._commit(self._params, self.drafter, padded, np.int32(position), np.int32(n))
 

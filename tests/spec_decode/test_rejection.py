@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
@@ -112,6 +113,30 @@ def test_residual_of_equal_laws_is_the_law(rng):
 VOCAB, K, DRAWS = 8, 2, 50_000
 
 
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def two_tokens(p_table, q_table, sampling, num_drafts, draft_sampling, scored_as, draft_stream):
+    """The first two output tokens of each request, after a start that is row 0 of the tables."""
+    n = num_drafts.shape[0]
+    start, position = jnp.zeros(n, jnp.int32), jnp.zeros(n, jnp.int32)
+
+    def draft(logits, positions):
+        if draft_stream is not None:
+            scaled = sampling_module.scale(logits, sampling)
+            return sampling_module.draw(scaled, sampling, positions, draft_stream)
+        return sample_draft(logits, sampling, positions, draft_sampling=draft_sampling)
+
+    first = draft(q_table[start], position + 1)
+    second = draft(q_table[1 + first], position + 2)
+    q = jnp.stack([q_table[start], q_table[1 + first]], 1)
+    p = jnp.stack([p_table[start], p_table[1 + first], p_table[1 + second]], 1)
+    drafts = jnp.stack([first, second], 1)
+    verdict = verify(p, drafts, q, num_drafts, sampling, position, draft_sampling=scored_as)
+    token = verdict.tokens[:, 0]
+    # Where one step gave one token only, the next step gives the second.
+    plain = sampling_module.sample(p_table[1 + token], sampling, position + 2, sampling_module.RESIDUAL)
+    return token, jnp.where(verdict.num_tokens > 1, verdict.tokens[:, 1], plain)
+
+
 class Model:
     """Target and drafter with random laws that depend on the token before."""
 
@@ -124,31 +149,9 @@ class Model:
         """The first two tokens of ``DRAWS`` requests with different seeds, each verified by one or two steps."""
         n = DRAWS
         sampling = RowSampling.from_params([params] * n, list(range(n)), size=n)
-        position = jnp.zeros(n, jnp.int32)
-
-        def draft(logits, positions):
-            if draft_stream is not None:
-                scaled = sampling_module.scale(logits, sampling)
-                return sampling_module.draw(scaled, sampling, positions, draft_stream)
-            return sample_draft(logits, sampling, positions, draft_sampling=draft_sampling)
-
-        @jax.jit
-        def step():
-            start = jnp.zeros(n, jnp.int32)
-            first = draft(self.q[start], position + 1)
-            second = draft(self.q[1 + first], position + 2)
-            drafts = jnp.stack([first, second], 1)
-            q = jnp.stack([self.q[start], self.q[1 + first]], 1)
-            p = jnp.stack([self.p[start], self.p[1 + first], self.p[1 + second]], 1)
-            verdict = verify(
-                p, drafts, q, jnp.full(n, num_drafts), sampling, position, draft_sampling=scored_as or draft_sampling
-            )
-            token = verdict.tokens[:, 0]
-            # Where one step gave one token only, the next step gives the second.
-            plain = sampling_module.sample(self.p[1 + token], sampling, position + 2, sampling_module.RESIDUAL)
-            return token, jnp.where(verdict.num_tokens > 1, verdict.tokens[:, 1], plain)
-
-        return np.stack([np.asarray(x) for x in step()], 1)
+        scored_as = scored_as or draft_sampling
+        tokens = two_tokens(self.p, self.q, sampling, jnp.full(n, num_drafts), draft_sampling, scored_as, draft_stream)
+        return np.stack([np.asarray(x) for x in tokens], 1)
 
     def p_value(self, pairs, params):
         sampling = RowSampling.from_params([params] * (1 + VOCAB), [0] * (1 + VOCAB), size=1 + VOCAB)
