@@ -108,7 +108,9 @@ def draw(logits: Float[Array, "R V"], sampling: RowSampling, positions: Int[Arra
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys(sampling, positions, stream))
         return jnp.argmax(jnp.where(sampling.temperature[:, None] > 0, logits + noise, logits), axis=-1)
 
-    greedy = lambda logits: jnp.argmax(logits, axis=-1)  # noqa: E731
+    def greedy(logits: jax.Array) -> jax.Array:
+        return jnp.argmax(logits, axis=-1)
+
     token = jax.lax.cond(jnp.any(sampling.temperature > 0), gumbel_max, greedy, logits.astype(jnp.float32))
     return token.astype(jnp.int32)
 

@@ -81,7 +81,7 @@ def test_flags_reach_the_engine():
         ("generate hello --thinking", "--thinking needs --chat"),
         ("generate hello --temperature -1", "temperature must be in"),
         ("generate hello --model /does/not/exist", "no config.json in checkpoint directory"),
-        ("convert /does/not/exist /tmp/never", "no config.json in checkpoint directory"),
+        ("convert /does/not/exist never", "no config.json in checkpoint directory"),
     ],
 )
 def test_bad_flags_end_with_a_message(capsys, flags, message):

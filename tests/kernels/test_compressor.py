@@ -58,7 +58,10 @@ class Driver:
             row += counts[s]
         kv, score = np.concatenate(kv), np.concatenate(score)
         pad_rows = [(0, pad), (0, 0)]
-        as_int = lambda x: jnp.asarray(np.array(x), jnp.int32)  # noqa: E731
+
+        def as_int(x):
+            return jnp.asarray(np.array(x), jnp.int32)
+
         self.ring, pooled, owner, entry = POOL(
             self.ring,
             jnp.asarray(np.pad(kv, pad_rows, constant_values=np.nan)),
