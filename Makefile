@@ -20,8 +20,9 @@ $(STAMP): pyproject.toml
 serve: venv
 	$(BIN)/python examples/serve.py $(ARGS)
 
+# A file stays with one worker: its models and engines are compiled once.
 test: venv
-	$(BIN)/python -m pytest -m 'not gpu and not slow' -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -m 'not gpu and not slow' -n 2 --dist loadfile $(ARGS)
 
 test-slow: venv
 	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)

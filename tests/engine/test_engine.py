@@ -10,8 +10,6 @@ from dspark_jax.engine.request import FinishReason, Request, RequestError
 from dspark_jax.engine.runner import CompileAfterReadyError
 from dspark_jax.sampling_params import SamplingParams
 
-# One worker builds these engines once.
-pytestmark = pytest.mark.xdist_group("engines")
 PRESSED = {"max_num_seqs": 4, "num_blocks": 5}  # the engine of the parity test
 
 

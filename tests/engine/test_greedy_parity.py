@@ -9,9 +9,6 @@ from harness import greedy, prompts, requests_for, run
 from dspark_jax.engine.request import Request
 from dspark_jax.testing import ForcedDrafter, Oracle
 
-# One worker builds these engines once.
-pytestmark = pytest.mark.xdist_group("engines")
-
 
 def check_parity(engines, *, num_prompts, num_tokens, max_num_seqs, num_blocks):
     """Every way of running a prompt gives the tokens of the plainest: no speculation, alone."""

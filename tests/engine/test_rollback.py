@@ -7,8 +7,6 @@ import pytest
 
 from dspark_jax.testing import Session
 
-# One worker compiles the session once.
-pytestmark = pytest.mark.xdist_group("models")
 K = 5
 
 

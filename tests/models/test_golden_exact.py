@@ -7,8 +7,6 @@ import pytest
 
 from dspark_jax.testing.session import Session
 
-pytestmark = pytest.mark.xdist_group("models")
-
 
 @pytest.fixture(scope="module")
 def data(golden_data):

@@ -40,9 +40,6 @@ def within(got, want, limits):
     assert np.quantile(error, 0.95) <= limits[1]
 
 
-pytestmark = pytest.mark.xdist_group("models")
-
-
 @pytest.fixture(scope="module", params=NAMES)
 def name(request):
     return request.param

@@ -18,7 +18,6 @@ from dspark_jax.engine.build import build_engine
 from dspark_jax.server.app import create_app
 from dspark_jax.text.byte_tokenizer import write_byte_tokenizer
 
-pytestmark = pytest.mark.xdist_group("server")
 MODEL = "small-random"
 QUESTION = [{"role": "user", "content": "Is the sky blue?"}]
 # Most tokens of the small vocabulary are bytes; without end token and with a seed every answer is long and repeatable.
