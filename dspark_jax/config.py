@@ -222,7 +222,7 @@ class ModelConfig:
         )
         architectures = raw.get("architectures") or [SUPPORTED_ARCHITECTURE]
         _require(
-            SUPPORTED_ARCHITECTURE in architectures,
+            isinstance(architectures, (list, tuple)) and SUPPORTED_ARCHITECTURE in architectures,
             f"architectures {architectures!r} is not supported: expected {SUPPORTED_ARCHITECTURE!r}",
         )
         for name, expected in (
