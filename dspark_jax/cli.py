@@ -181,11 +181,12 @@ def run_serve(args: argparse.Namespace) -> int:
         from dspark_jax.engine.async_engine import AsyncEngine
         from dspark_jax.server.app import create_app
 
+        strings = _strings(args)
         core, tokenizer, name = _build(args, config)
         engine = AsyncEngine(
             core, max_running=config.max_num_seqs, max_waiting=args.max_waiting, step_timeout_s=args.step_timeout
         )
-        app = create_app(engine, tokenizer, args.served_model_name or name, strings=_strings(args))
+        app = create_app(engine, tokenizer, args.served_model_name or name, strings=strings)
         host, port = listener.getsockname()[:2]
         logger.info("ready: http://%s:%d/v1", f"[{host}]" if ":" in host else host, port)
         serve_forever(make_server(app, shutdown_timeout_s=args.shutdown_timeout), listener)
@@ -211,8 +212,9 @@ def run_generate(args: argparse.Namespace) -> int:
     from dspark_jax.engine.llm import LLM
     from dspark_jax.engine.request import RequestError
 
+    strings = _strings(args)
     core, tokenizer, _ = _build(args, config)
-    llm = LLM(core=core, tokenizer=tokenizer, strings=_strings(args))
+    llm = LLM(core=core, tokenizer=tokenizer, strings=strings)
     try:
         if args.chat:
             conversations = [[{"role": "user", "content": prompt}] for prompt in args.prompts]
@@ -255,6 +257,7 @@ def _build(args: argparse.Namespace, config: EngineConfig) -> tuple[EngineCore, 
 
 
 def _strings(args: argparse.Namespace) -> EncodingStrings:
+    """The checkpoint's prompt texts: read before the model is, which takes long."""
     from dspark_jax.text.encoding_strings import EncodingFileError, EncodingStrings
 
     try:

@@ -204,6 +204,13 @@ def map_row_tiles(function: Callable[..., Any], tile: int, *arrays: Any) -> Any:
     return jax.tree.map(lambda y: y.reshape(tiles * tile, *y.shape[2:])[:rows], out)
 
 
-def at_least_two_rows(x: jax.Array) -> jax.Array:
-    """Pads a single row to two. XLA turns a product with one row into another routine, whose sums round differently."""
-    return jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1)) if x.shape[0] == 1 else x
+def product(x: Float[Array, "N K"], matrix: Float[Array, "O K"]) -> Float[Array, "N O"]:
+    """float32 ``x @ matrix.T``.
+
+    A single row is padded to two: XLA turns its product into another routine, whose sums round differently.
+    """
+    rows = jnp.pad(x, [(0, 1), (0, 0)]) if x.shape[0] == 1 else x
+    y = jax.lax.dot_general(
+        rows, matrix, (((1,), (1,)), ((), ())), precision=HIGHEST, preferred_element_type=jnp.float32
+    )
+    return y[: x.shape[0]]

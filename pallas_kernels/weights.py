@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import _numerics as numerics
 
@@ -37,10 +36,6 @@ class Weight:
         *lead, columns = self.data.shape
         return (*lead, 2 * columns if self.format == "mxfp4" else columns)
 
-    @property
-    def ndim(self) -> int:
-        return self.data.ndim
-
     def dequantize(self, dtype: Any) -> jax.Array:
         """The matrix in ``dtype``. Exact in bfloat16: its mantissa holds E4M3 and E2M1, its exponent the scale."""
         match self.format:
@@ -57,7 +52,7 @@ class Weight:
 
 def check_weight(op: str, name: str, weight: Weight, ndim: int) -> None:
     """Raises ``ValueError`` unless the arrays of ``weight`` fit together and have ``ndim`` axes."""
-    if jnp.ndim(weight.data) != ndim:
+    if weight.data.ndim != ndim:
         raise ValueError(f"{op}: {name} must have {ndim} axes, got shape {list(weight.data.shape)}")
     *batch, rows, columns = weight.shape
     expected = {

@@ -52,7 +52,6 @@ class CacheLayouts:
     index: DenseLayout
     max_num_seqs: int
     max_rollback: int
-    head_dim: int
     packed: bool
 
     @classmethod
@@ -86,7 +85,6 @@ class CacheLayouts:
             index=DenseLayout(BLOCK_TOKENS // 4, num_blocks, config.index_head_dim, jnp.dtype(dtype)),
             max_num_seqs=max_num_seqs,
             max_rollback=max_rollback,
-            head_dim=config.head_dim,
             packed=packed,
         )
 

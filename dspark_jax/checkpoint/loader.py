@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import re
 from collections.abc import Callable, Mapping
@@ -15,13 +14,13 @@ import numpy as np
 from dspark_jax import telemetry
 from dspark_jax.checkpoint import codecs, orbax_store
 from dspark_jax.checkpoint.errors import CheckpointError
+from dspark_jax.checkpoint.json_file import read_json
 from dspark_jax.checkpoint.names import duplicate_specs, tensor_table
 from dspark_jax.checkpoint.safetensors_io import SafetensorsFile
 from dspark_jax.config import ModelConfig
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_INDEX_BYTES = 256 * 2**20
 _STACKED = re.compile(r"(.*\.ffn\.experts)\.(w[123])\.(weight|scale)")
 
 
@@ -111,14 +110,7 @@ class Checkpoint:
 
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:
-    try:
-        if path.stat().st_size > MAX_INDEX_BYTES:
-            raise CheckpointError(f"{path} has more than {MAX_INDEX_BYTES} bytes")
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} cannot be read: {str(error)[:200]}") from None
+    raw = read_json(path)
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{path} must have a weight_map from tensor names to file names")

@@ -13,10 +13,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from dspark_jax.checkpoint.errors import CheckpointError
+from dspark_jax.checkpoint.json_file import read_json
 
 MANIFEST_NAME = "dspark_jax.json"
 FORMAT_VERSION = 1
-MAX_MANIFEST_BYTES = 64 * 2**20
 # What a server needs besides the parameters.
 _COPIED = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "encoding")
 
@@ -57,14 +57,7 @@ def save_converted(
 
 def _read_manifest(path: pathlib.Path) -> dict[str, Any]:
     file = path / MANIFEST_NAME
-    try:
-        if file.stat().st_size > MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{file} has more than {MAX_MANIFEST_BYTES} bytes")
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{file} cannot be read: {str(error)[:200]}") from None
+    manifest = read_json(file)
     if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION:
         got = manifest.get("format_version") if isinstance(manifest, dict) else manifest
         raise CheckpointError(f"{file}: format_version must be {FORMAT_VERSION}, got {got!r}")

@@ -9,7 +9,7 @@ import numpy as np
 
 from dspark_jax.config import EngineConfig
 from dspark_jax.engine.buckets import StepShapes
-from dspark_jax.engine.request import Request, RequestError, RequestUpdate
+from dspark_jax.engine.request import Request, RequestError, RequestUpdate, check_prompt
 from dspark_jax.engine.runner import ModelRunner, StepHandle
 from dspark_jax.engine.scheduler import Scheduler, Sequence
 from dspark_jax.models.deepseek_v4 import DeepseekV4
@@ -59,21 +59,10 @@ class LLMEngine:
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises ``RequestError`` naming the parameter if it can never be served."""
-        prompt = request.prompt_token_ids
-        if not prompt:
-            raise RequestError("the prompt is empty: at least one token is needed", "prompt")
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; with at least one token of output the limit is "
-                f"{self.max_model_len - 1} (max_model_len {self.max_model_len})",
-                "prompt",
-            )
-        bad = next((t for t in prompt if not 0 <= t < self.vocab_size), None)
-        if bad is not None:
-            raise RequestError(f"prompt token id {bad} is outside the vocabulary [0, {self.vocab_size})", "prompt")
+        check_prompt(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         if request.request_id in self._live:
             raise RequestError(f"request id {request.request_id!r} is already in use", "request_id")
-        sequence = Sequence(request, self._request_seed(request), list(prompt))
+        sequence = Sequence(request, self._request_seed(request), list(request.prompt_token_ids))
         self._live[request.request_id] = sequence
         self.scheduler.add(sequence)
 

@@ -71,6 +71,7 @@ class LLM:
         progress: bool = True,
         **engine: Any,
     ):
+        self.strings = strings or EncodingStrings.from_checkpoint(model)
         if core is None:
             # Here, so that texts and servers can be tested without JAX.
             from dspark_jax.engine.build import build_engine
@@ -82,7 +83,6 @@ class LLM:
             raise TypeError("a ready core comes with its tokenizer and takes neither a model nor engine settings")
         self.core: EngineCore = core
         self.tokenizer: Tokenizer = tokenizer
-        self.strings = strings or EncodingStrings.from_checkpoint(model)
         self._progress = progress
         self._ids = itertools.count()
 

@@ -36,6 +36,22 @@ class Request:
     choice: int = 0
 
 
+def check_prompt(request: Request, *, max_model_len: int, vocab_size: int) -> None:
+    """Raises ``RequestError`` for a prompt that no engine of these limits can serve."""
+    prompt = request.prompt_token_ids
+    if not prompt:
+        raise RequestError("the prompt is empty: expected at least one token", "prompt")
+    if len(prompt) >= max_model_len:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens; max_model_len {max_model_len} leaves room for at most "
+            f"{max_model_len - 1}",
+            "prompt",
+        )
+    bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise RequestError(f"prompt token id {bad} is outside the vocabulary [0, {vocab_size})", "prompt")
+
+
 @dataclasses.dataclass(frozen=True)
 class RequestUpdate:
     """What one step did for one request.

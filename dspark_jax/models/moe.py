@@ -34,10 +34,7 @@ class Gate(nnx.Module):
         self, x: Float[Array, "N D"], token: Int[Array, " N"] | None
     ) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
         """Chosen experts and their weights (normalised, then scaled). ``token`` is needed by hash layers only."""
-        rows = numerics.at_least_two_rows(x.astype(jnp.float32))
-        logits = jax.lax.dot_general(
-            rows, self.weight[...], (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
-        )[: x.shape[0]]
+        logits = numerics.product(x.astype(jnp.float32), self.weight[...])
         scores = jnp.sqrt(jax.nn.softplus(logits))
         if self.hashed:
             if token is None:

@@ -38,10 +38,6 @@ class Rows:
     window_table: Int[Array, "B Pw"]
     block_table: Int[Array, "B Pb"]
 
-    @property
-    def num_requests(self) -> int:
-        return self.slot.shape[0]
-
 
 def window_slots(rows_table: Int[Array, "N Pw"], positions: Int[Array, "N ..."], page_size: int) -> Int[Array, "N ..."]:
     """Physical slots of absolute positions in the window group. ``rows_table`` is the table of each row's request."""

@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from dspark_jax.engine.request import FinishReason, Request, RequestError, RequestUpdate
+from dspark_jax.engine.request import FinishReason, Request, RequestError, RequestUpdate, check_prompt
 
 type Groups = Iterable[Sequence[int]]
 """What one request generates: each group holds the tokens of one step. May be endless; groups may be empty."""
@@ -64,18 +64,7 @@ class ScriptedEngine:
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises ``RequestError`` for an empty or too long prompt, ids outside the vocabulary, an id
         in use, or a request that the script does not know."""
-        prompt = request.prompt_token_ids
-        if not prompt:
-            raise RequestError("the prompt is empty: expected at least one token", "prompt")
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; max_model_len {self.max_model_len} leaves room for at most "
-                f"{self.max_model_len - 1}",
-                "prompt",
-            )
-        bad = next((token for token in prompt if not 0 <= token < self.vocab_size), None)
-        if bad is not None:
-            raise RequestError(f"prompt token id {bad} is outside the vocabulary [0, {self.vocab_size})", "prompt")
+        check_prompt(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         if request.request_id in self._running or any(
             w.request.request_id == request.request_id for w in self._waiting
         ):

@@ -75,13 +75,13 @@ class EncodingStrings:
         strings._report_unknown(path)
         return strings
 
-    @classmethod
-    def from_checkpoint(cls, directory: str | pathlib.Path | None) -> Self:
+    @staticmethod
+    def from_checkpoint(directory: str | pathlib.Path | None) -> EncodingStrings:
         """The strings of a checkpoint directory, or the built-in ones if it has no encoding file."""
         path = pathlib.Path(directory, ENCODING_FILE) if directory is not None else None
         if path is None or not path.is_file():
-            return cls(**{field.name: getattr(BUILT_IN_STRINGS, field.name) for field in dataclasses.fields(cls)})
-        return cls.from_file(path)
+            return BUILT_IN_STRINGS
+        return EncodingStrings.from_file(path)
 
     def _report_unknown(self, path: pathlib.Path) -> None:
         texts = {

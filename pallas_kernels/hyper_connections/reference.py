@@ -16,10 +16,7 @@ def mixes(h: jax.Array, fn: jax.Array, rms_eps: float) -> jax.Array:
     """``(flat(h) . fn) * rsqrt(mean(flat(h)^2) + eps)``: float32 ``[mix, N]``."""
     flat = h.astype(jnp.float32).reshape(h.shape[0], -1)
     mean = numerics.tree_sum(flat * flat, 1) / flat.shape[1]
-    rows = numerics.at_least_two_rows(flat)
-    product = jax.lax.dot_general(rows, fn.astype(jnp.float32), (((1,), (1,)), ((), ())), precision=numerics.HIGHEST)[
-        : h.shape[0]
-    ]
+    product = numerics.product(flat, fn.astype(jnp.float32))
     return (product * jax.lax.rsqrt(mean + rms_eps)[:, None]).T
 
 

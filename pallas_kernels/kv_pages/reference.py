@@ -20,7 +20,6 @@ from pallas_kernels.pages import (
 
 _DATA_WORDS = DATA_BYTES // WORD_BYTES
 _SCALE_WORDS = SCALE_BYTES // WORD_BYTES
-_CODE_WORDS = NOPE_DIM // WORD_BYTES
 
 
 def pack(
@@ -31,13 +30,12 @@ def pack(
     The rotary channels are rounded to bfloat16, the others quantised from their bfloat16 values.
     """
     rows = latents.astype(jnp.bfloat16)
-    # Without a floor an all-zero group has no exponent; 448 is the amax whose exponent is 0.
     nope = rows[:, :NOPE_DIM].astype(jnp.float32)
     if amax_floor:
         codes, exponent = numerics.act_quant(nope, numerics.KV_GROUP, amax_floor)
     else:
         grouped = nope.reshape(nope.shape[0], -1, numerics.KV_GROUP)
-        empty = ~grouped.any(-1)
+        empty = ~grouped.any(-1)  # without a floor zeros have no exponent of their own
         codes, exponent = numerics.act_quant(nope, numerics.KV_GROUP, 2.0**-100)
         exponent = jnp.where(empty, 0, exponent)
     exponent = jnp.clip(exponent + 127, 0, 254).astype(jnp.uint8)  # 255 would be NaN

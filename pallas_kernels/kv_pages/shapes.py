@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pallas_kernels.pages import PageLayout
 
-# name -> (rows per page, pages): the window group, ratio-4 entries, ratio-128 entries of a 256-token block.
+# The window group, ratio-4 entries, ratio-128 entries of a 256-token block.
 SHAPES: dict[str, PageLayout] = {
     "window": PageLayout.padded(64, 2048),
     "csa_entries": PageLayout.padded(64, 2048),
