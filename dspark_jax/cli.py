@@ -1,14 +1,15 @@
-"""The command line: ``dspark-jax serve | generate | convert``."""
+"""The command line: ``dspark-jax serve | generate | plan | convert``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
-from dspark_jax.config import ConfigError, EngineConfig, Precision, SpeculativeConfig
+from dspark_jax.config import ConfigError, EngineConfig, PageStyle, Precision, SpeculativeConfig
 from dspark_jax.sampling_params import SamplingParams, SamplingParamsError
 
 if TYPE_CHECKING:
@@ -53,6 +54,15 @@ def build_parser() -> argparse.ArgumentParser:
     add_generate_arguments(generate)
     generate.set_defaults(run=run_generate)
 
+    plan = commands.add_parser(
+        "plan",
+        help="capacity, buckets, attention splits and memory of an engine, without a device",
+        formatter_class=_HelpFormatter,
+    )
+    add_engine_arguments(plan)
+    add_plan_arguments(plan)
+    plan.set_defaults(run=run_plan)
+
     convert = commands.add_parser(
         "convert", help="store a checkpoint's converted parameters, for a faster start", formatter_class=_HelpFormatter
     )
@@ -61,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_precision_arguments(convert)
     convert.set_defaults(run=run_convert)
 
-    for command in (serve, generate, convert):
+    for command in (serve, generate, plan, convert):
         command.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return parser
 
@@ -115,8 +125,67 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=defaults.speculative.draft_sampling,
         help="how drafts are chosen",
     )
+    group.add_argument(
+        "--depth-schedule",
+        type=_pairs,
+        metavar="N:K,...",
+        help="draft K tokens while up to N requests run, e.g. 32:5,64:3; nothing beyond the last N; default: always K",
+    )
     group.add_argument("--seed", type=int, default=defaults.seed, help="of requests that bring none")
     _add_precision_arguments(parser)
+    shapes = parser.add_argument_group("compiled shapes and caches")
+    shapes.add_argument(
+        "--decode-buckets", type=_integers, metavar="N,...", help="request counts to compile decode steps for"
+    )
+    shapes.add_argument(
+        "--prefill-buckets", type=_integers, metavar="N,...", help="token counts to compile prefill steps for"
+    )
+    shapes.add_argument(
+        "--decode-row-capacity",
+        type=int,
+        metavar="N",
+        help="rows that a verification is planned for; default: all that the scheduler can present",
+    )
+    shapes.add_argument(
+        "--page-style",
+        choices=get_args(PageStyle),
+        default=defaults.page_style,
+        help="stride of cache pages: their payload, padded to 576 bytes, or all layers' pages of a block side by side",
+    )
+    shapes.add_argument(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.prefix_caching,
+        help="keep blocks of finished requests for prompts that begin alike",
+    )
+    shapes.add_argument(
+        "--num-prefix-tails",
+        type=int,
+        metavar="N",
+        help="block boundaries that a cached prompt can be continued at; default: one for every four blocks",
+    )
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _pairs(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = (part.split(":") for part in text.split(","))
+    return tuple((int(first), int(second)) for first, second in pairs)
+
+
+# What argparse calls the types in its errors.
+_integers.__name__, _pairs.__name__ = "list of integers", "list of N:K pairs"
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "plan", "--model may also be the name of a released configuration: flash or pro. No weights are read."
+    )
+    group.add_argument("--heads", type=int, metavar="N", help="query heads of one device; default: all")
+    group.add_argument("--index-topk", type=int, metavar="N", help="entries that CSA selects; default: the model's")
+    group.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,8 +226,14 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             num_blocks=args.num_blocks,
             precision=args.precision,
             dtype=args.dtype,
-            speculative=SpeculativeConfig(args.num_speculative_tokens, args.draft_sampling),
+            speculative=SpeculativeConfig(args.num_speculative_tokens, args.draft_sampling, args.depth_schedule),
             seed=args.seed,
+            decode_row_capacity=args.decode_row_capacity,
+            decode_buckets=args.decode_buckets,
+            prefill_buckets=args.prefill_buckets,
+            page_style=args.page_style,
+            prefix_caching=args.prefix_caching,
+            num_prefix_tails=args.num_prefix_tails,
         )
     except ConfigError as error:
         raise UsageError(str(error)) from None
@@ -226,6 +301,26 @@ def run_generate(args: argparse.Namespace) -> int:
     for prompt, output in zip(args.prompts, outputs, strict=True):
         for completion in output.outputs:
             print(f"{prompt!r} -> {completion.text!r} ({completion.finish_reason}, {len(completion.token_ids)} tokens)")
+    return 0
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Prints the plan of the engine that these flags describe."""
+    config = engine_config(args)
+    from dspark_jax.checkpoint import tiny_config_json
+    from dspark_jax.checkpoint.released import RELEASED
+    from dspark_jax.config import ModelConfig
+    from dspark_jax.engine.plan import EnginePlan
+
+    try:
+        if args.model is None or args.model in RELEASED:
+            model = ModelConfig.from_hf(RELEASED[args.model] if args.model else tiny_config_json())
+        else:
+            model = ModelConfig.from_dir(args.model)
+        plan = EnginePlan.create(model, config, heads=args.heads, index_topk=args.index_topk)
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+    print(json.dumps(plan.to_json(), indent=2) if args.json else plan.to_text())
     return 0
 
 

@@ -11,14 +11,19 @@ import json
 import math
 import pathlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Precision = Literal["exact", "checkpoint"]
+PageStyle = Literal["contiguous", "padded", "packed_blocks"]
 DraftKind = Literal["none", "mtp", "dspark"]
 
 SUPPORTED_MODEL_TYPE = "deepseek_v4"
 SUPPORTED_ARCHITECTURE = "DeepseekV4ForCausalLM"
 COMPRESSION_RATIOS = (0, 4, 128)
+
+
+# Far above what any drafter is trained for (5 and 7): a bound on shapes, not advice.
+MAX_SPECULATIVE_TOKENS = 32
 
 
 class ConfigError(ValueError):
@@ -28,6 +33,15 @@ class ConfigError(ValueError):
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def resolve_depth(depth: int | None, default: int) -> int:
+    """``depth``, or ``default`` where none was given. 0 is a depth: nothing is drafted."""
+    return default if depth is None else depth
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,19 +354,33 @@ class SpeculativeConfig:
     """How many tokens are drafted a round and how.
 
     ``num_speculative_tokens`` is K: 0 turns speculation off. ``None`` takes what the checkpoint was trained for
-    (DSpark: its block size; MTP: 1; no drafter: 0). ``draft_sampling`` is ``probabilistic`` (drafts are drawn from
+    (DSpark: its block size; MTP: 1; no drafter: 0). A DSpark drafter can be asked for more than it was trained for;
+    what it adds is seldom accepted. ``draft_sampling`` is ``probabilistic`` (drafts are drawn from
     softmax(logits / temperature), verified by rejection sampling) or ``greedy`` (drafts are the argmax).
+    ``depth_schedule`` drafts less when many requests run: pairs (largest number of requests, drafts), ascending in
+    the first, with 0 to K drafts; beyond the last pair nothing is drafted. ``None``: always K.
     """
 
     num_speculative_tokens: int | None = None
     draft_sampling: Literal["probabilistic", "greedy"] = "probabilistic"
+    depth_schedule: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
         _require(
-            k is None or (isinstance(k, int) and not isinstance(k, bool) and k >= 0),
-            f"num_speculative_tokens must be a non-negative integer, got {k!r}",
+            k is None or (_is_int(k) and 0 <= k <= MAX_SPECULATIVE_TOKENS),
+            f"num_speculative_tokens must be an integer from 0 to {MAX_SPECULATIVE_TOKENS}, got {k!r}",
         )
+        if self.depth_schedule is not None:
+            pairs = self.depth_schedule
+            _require(
+                len(pairs) > 0
+                and all(len(pair) == 2 and all(map(_is_int, pair)) for pair in pairs)
+                and [n for n, _ in pairs] == sorted({n for n, _ in pairs if n > 0})
+                and all(depth >= 0 for _, depth in pairs),
+                "depth_schedule must hold pairs (number of requests, drafts), ascending in the first, "
+                f"got {pairs!r}",
+            )
         _require(
             self.draft_sampling in ("probabilistic", "greedy"),
             f"draft_sampling must be 'probabilistic' or 'greedy', got {self.draft_sampling!r}",
@@ -360,18 +388,12 @@ class SpeculativeConfig:
 
     def resolve(self, model: ModelConfig) -> int:
         """K for this model. Raises ``ConfigError`` when the model has no drafter or the drafter cannot give K."""
-        if self.num_speculative_tokens is None:
-            return {"none": 0, "mtp": 1, "dspark": model.dspark_block_size}[model.draft_kind]
-        k = self.num_speculative_tokens
+        trained = {"none": 0, "mtp": 1, "dspark": model.dspark_block_size}[model.draft_kind]
+        k = resolve_depth(self.num_speculative_tokens, trained)
         if k and model.draft_kind == "none":
             raise ConfigError(f"num_speculative_tokens must be 0 for a checkpoint without a drafter, got {k}")
         if model.draft_kind == "mtp":
             _require(k <= 1, f"num_speculative_tokens must be at most 1 with an MTP block, got {k}")
-        if model.draft_kind == "dspark":
-            _require(
-                k <= model.dspark_block_size,
-                f"num_speculative_tokens must be at most dspark_block_size {model.dspark_block_size}, got {k}",
-            )
         return k
 
 
@@ -384,6 +406,14 @@ class EngineConfig:
     activations and KV rows as the checkpoint was trained; ``exact`` quantises nothing (parity with float references).
     ``dtype`` is that of activations (``float32`` is for ``exact`` tests). ``async_scheduling`` dispatches a step
     before the results of the one before are read. ``seed`` is the source of the seeds of requests that bring none.
+
+    ``decode_row_capacity``: the most rows that a verification step is planned for (``None``: what the scheduler can
+    present, ``min(max_num_batched_tokens, max_num_seqs * (1 + K))``); fewer than that is refused at start.
+    ``decode_buckets`` and ``prefill_buckets`` name the request counts and token counts to compile steps for (``None``:
+    a ladder; the largest possible is always added). ``page_style``: how far apart cache pages of packed rows lie (see
+    ``CacheLayouts``). ``prefix_caching`` keeps the blocks of finished requests for prompts that begin like them;
+    ``num_prefix_tails`` is at how many block boundaries such a prompt can be continued (``None``: one for every four
+    blocks, at least ``max_num_seqs``).
     """
 
     max_num_seqs: int = 8
@@ -395,6 +425,12 @@ class EngineConfig:
     speculative: SpeculativeConfig = SpeculativeConfig()
     async_scheduling: bool = True
     seed: int = 0
+    decode_row_capacity: int | None = None
+    decode_buckets: tuple[int, ...] | None = None
+    prefill_buckets: tuple[int, ...] | None = None
+    page_style: PageStyle = "padded"
+    prefix_caching: bool = True
+    num_prefix_tails: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -412,3 +448,24 @@ class EngineConfig:
             f"precision must be 'exact' or 'checkpoint', got {self.precision!r}",
         )
         _require(self.dtype in ("bfloat16", "float32"), f"dtype must be 'bfloat16' or 'float32', got {self.dtype!r}")
+        for name, largest in (
+            ("decode_buckets", self.max_num_seqs),
+            ("prefill_buckets", self.max_num_batched_tokens),
+        ):
+            sizes = getattr(self, name)
+            _require(
+                sizes is None or all(_is_int(size) and 0 < size <= largest for size in sizes),
+                f"{name} must hold integers from 1 to {largest}, got {sizes!r}",
+            )
+        capacity = self.decode_row_capacity
+        _require(capacity is None or _is_int(capacity), f"decode_row_capacity must be an integer, got {capacity!r}")
+        _require(capacity is None or capacity > 0, f"decode_row_capacity must be positive, got {capacity}")
+        _require(
+            self.page_style in get_args(PageStyle),
+            f"page_style must be one of {get_args(PageStyle)}, got {self.page_style!r}",
+        )
+        tails = self.num_prefix_tails
+        _require(
+            tails is None or (_is_int(tails) and tails >= 0),
+            f"num_prefix_tails must be a non-negative integer, got {tails!r}",
+        )

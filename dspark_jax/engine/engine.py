@@ -13,6 +13,7 @@ from dspark_jax.engine.request import Request, RequestError, RequestUpdate, chec
 from dspark_jax.engine.runner import ModelRunner, StepHandle
 from dspark_jax.engine.scheduler import Scheduler, Sequence
 from dspark_jax.models.deepseek_v4 import DeepseekV4
+from dspark_jax.spec_decode.staging import DraftCapacities
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,10 @@ class LLMEngine:
             max_num_seqs=config.max_num_seqs,
             sliding_window=model.config.sliding_window,
             eos_token_id=model.config.eos_token_id,
+            same_next_token=model.config.draft_kind == "mtp",
         )
-        self.runner = ModelRunner(model, config, self.shapes)
+        self.capacities = DraftCapacities(self.scheduler.slots, self.shapes.num_drafts)
+        self.runner = ModelRunner(model, config, self.shapes, self.capacities)
         self.runner.warm_up(progress)
         self._seeds = np.random.default_rng(config.seed)
         self._live: dict[str, Sequence] = {}
@@ -78,6 +81,7 @@ class LLMEngine:
         """Dispatches the next step, then processes the one before it (its own, without ``async_scheduling``)."""
         step = self.scheduler.schedule()
         if step is not None:
+            self.capacities.flush()
             self._pending.append(self.runner.dispatch(step))
         keep = 1 if self.config.async_scheduling and step is not None else 0
         if len(self._pending) > keep:
@@ -96,13 +100,24 @@ class LLMEngine:
             "preemptions": scheduler.num_preemptions,
             "compiles_after_ready": self.runner.compiles_after_ready,
             "live_device_bytes": self.runner.live_device_bytes(),
-            "prefix_hit_tokens": 0,
+            "compiled_programs": self.runner.num_programs,
             "generated_tokens": self._tokens_out,
             "verified_rounds": self._verified_rounds,
         }
+        prefix = scheduler.prefix
+        values["prefix_query_tokens"] = prefix.num_query_tokens if prefix else 0
+        values["prefix_hit_tokens"] = prefix.num_hit_tokens if prefix else 0
+        values["prefix_hits"] = prefix.num_hits if prefix else 0
+        values["prefix_cached_blocks"] = len(prefix) if prefix else 0
+        values["prefix_evictions"] = prefix.num_evictions if prefix else 0
         for k, accepted in enumerate(self._accepted_per_position, start=1):
             values[f"accepted_at_{k}"] = int(accepted)
         return values
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix. Requests in progress are not affected."""
+        if self.scheduler.prefix is not None:
+            self.scheduler.prefix.clear()
 
     # -- internals --------------------------------------------------------------------------------------------------
     def _request_seed(self, request: Request) -> int:
@@ -113,7 +128,8 @@ class LLMEngine:
         return int(low) | int(high) << 32
 
     def _process(self, handle: StepHandle) -> list[RequestUpdate]:
-        tokens, counts, accepted = handle.read()
+        out = handle.read()
+        tokens, counts, accepted, verified = out.tokens, out.num_tokens, out.num_accepted, out.num_verified
         updates = []
         for i, chunk in enumerate(handle.step.chunks):
             # A resumed request's anchor was known and delivered before it was preempted.
@@ -125,7 +141,7 @@ class LLMEngine:
             self._verified_rounds += 1
             self._accepted_per_position[: accepted[i]] += 1
             updates.append(
-                self._deliver(sequence, tokens[i, : counts[i]].tolist(), self.shapes.num_drafts, int(accepted[i]))
+                self._deliver(sequence, tokens[i, : counts[i]].tolist(), int(verified[i]), int(accepted[i]))
             )
         return [update for update in updates if update is not None]
 

@@ -58,7 +58,8 @@ class RequestUpdate:
 
     ``new_token_ids`` are the tokens committed by this step (several under speculation), already cut at an end token,
     a stop token id or the length limit. ``stop_token_id`` is the token that ended the request, when one did; it is the
-    last of ``new_token_ids``. ``num_drafted`` and ``num_accepted`` count this step's verified and accepted drafts.
+    last of ``new_token_ids``. ``num_drafted`` and ``num_accepted`` count this step's verified and accepted drafts;
+    ``num_cached_tokens`` is how many tokens of the prompt came from the prefix cache.
     """
 
     request_id: str
@@ -68,6 +69,7 @@ class RequestUpdate:
     error: str | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    num_cached_tokens: int = 0
 
 
 class EngineCore(Protocol):

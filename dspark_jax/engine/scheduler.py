@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 
-from dspark_jax.cache.allocator import BLOCK_TOKENS, WINDOW_PAGE_TOKENS, PagePool
-from dspark_jax.engine.buckets import StepShapes
+from dspark_jax.cache.allocator import BLOCK_TOKENS, WINDOW_PAGE_TOKENS, PagePool, SlotPool
+from dspark_jax.cache.prefix import BlockNames, CachedBlock, PrefixCache, PrefixHit
+from dspark_jax.engine.buckets import RECOMPUTED_TOKENS, StepShapes
 from dspark_jax.engine.request import FinishReason, Request, RequestUpdate
+
+logger = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
@@ -31,6 +35,9 @@ class Sequence:
     ``tokens`` are prompt and output as far as the host knows. ``num_dispatched`` counts prompt tokens handed to
     prefill steps; ``in_flight`` the decode steps whose results are not back. While decoding, the last known token is
     the anchor: it is sampled but not processed.
+
+    ``num_cached`` tokens came from the prefix cache at admission: their pages are shared, and the drafter's rows before
+    ``first_valid`` were not restored. ``(slot, generation)`` names this stay in a slot.
     """
 
     request: Request
@@ -38,12 +45,18 @@ class Sequence:
     tokens: list[int]
     phase: Phase = Phase.WAITING
     slot: int = -1
+    generation: int = 0
     num_dispatched: int = 0
+    num_cached: int = 0
+    first_valid: int = 0
     in_flight: int = 0
     awaiting_first: bool = False
     blocks: list[int] = dataclasses.field(default_factory=list)
     window: dict[int, int] = dataclasses.field(default_factory=dict)
     preemptions: int = 0
+    last_decoded: int = 0
+    names: BlockNames = dataclasses.field(default_factory=BlockNames)
+    registered: list[CachedBlock | None] = dataclasses.field(default_factory=list)
 
     @property
     def num_prompt(self) -> int:
@@ -80,7 +93,10 @@ class PrefillChunk:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledStep:
-    """What the runner executes: either prefill ``chunks`` or ``decodes``, never both."""
+    """What the runner executes: either prefill ``chunks`` or ``decodes``, never both.
+
+    So a chunk that happens to have as many tokens as a verification has rows still runs as a chunk.
+    """
 
     chunks: tuple[PrefillChunk, ...] = ()
     decodes: tuple[Sequence, ...] = ()
@@ -90,10 +106,21 @@ class Scheduler:
     """First come, first served, with prefill and decode steps taking turns while both have work.
 
     When blocks run out the youngest running request is preempted: it gives up slot and pages, goes back to the head of
-    the queue and is recomputed later from its tokens, so its output does not change.
+    the queue and is recomputed later from its tokens, so its output does not change. When more requests decode than one
+    step holds (``shapes.max_decode_seqs``) they take turns.
+
+    ``same_next_token``: see ``PrefixCache``. There is a prefix cache if ``shapes.tail_pages`` is not 0.
     """
 
-    def __init__(self, shapes: StepShapes, *, max_num_seqs: int, sliding_window: int, eos_token_id: int):
+    def __init__(
+        self,
+        shapes: StepShapes,
+        *,
+        max_num_seqs: int,
+        sliding_window: int,
+        eos_token_id: int,
+        same_next_token: bool = False,
+    ):
         self.shapes = shapes
         self.eos_token_id = eos_token_id
         self.sliding_window = sliding_window
@@ -102,8 +129,14 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
-        self._free_slots = deque(range(max_num_seqs))
+        self.slots = SlotPool(max_num_seqs)
+        self.prefix: PrefixCache | None = None
+        if shapes.tail_pages:
+            self.prefix = PrefixCache(
+                self.blocks, self.window_pages, tail_pages=shapes.tail_pages, same_next_token=same_next_token
+            )
         self._last_was_prefill = False
+        self._num_decode_steps = 0
 
     # -- verbs ----------------------------------------------------------------------------------------------------
     def add(self, sequence: Sequence) -> None:
@@ -168,6 +201,7 @@ class Scheduler:
                 reason = FinishReason.LENGTH
             if reason:
                 break
+        self._register(sequence, sequence.position)
         if reason:
             self._leave(sequence)
             sequence.phase = Phase.FINISHED
@@ -178,20 +212,59 @@ class Scheduler:
             stop_token,
             num_drafted=drafted,
             num_accepted=accepted,
+            num_cached_tokens=sequence.num_cached,
         )
 
     # -- admission and preemption -----------------------------------------------------------------------------------
     def _admit(self) -> None:
-        while self.waiting and self._free_slots:
+        while self.waiting and self.slots.num_free:
             sequence = self.waiting[0]
             needed = self._blocks_for(min(len(sequence.tokens) + 1 + self.shapes.num_drafts, self.shapes.max_model_len))
-            if needed > self.blocks.num_free - self._blocks_owed():
+            hit, idle = PrefixHit(), 0
+            if self.prefix is not None:
+                hit = self.prefix.lookup(sequence.tokens, sequence.names, sequence.prefill_length)
+                idle = self.prefix.num_idle(hit)
+            if needed - len(hit.blocks) > self.blocks.num_free - idle - self._blocks_owed():
                 return
             self.waiting.popleft()
-            sequence.slot = self._free_slots.popleft()
+            if self.prefix is not None:
+                self.prefix.acquire(hit, sequence.prefill_length)
+            self._take_over(sequence, hit)
+            sequence.slot, sequence.generation = self.slots.acquire()
             sequence.phase = Phase.PREFILL
-            sequence.num_dispatched = 0
             self.running.append(sequence)
+
+    def _take_over(self, sequence: Sequence, hit: PrefixHit) -> None:
+        """Starts a request after the cached part of its tokens, whose pages it now holds."""
+        sequence.blocks, sequence.window = list(hit.blocks), dict(hit.tail)
+        sequence.num_cached, sequence.first_valid = hit.num_tokens, hit.first_valid
+        sequence.num_dispatched = max(0, hit.num_tokens - RECOMPUTED_TOKENS)
+        sequence.registered = []
+        node = hit.last
+        while node is not None:
+            sequence.registered.append(node)
+            node = node.parent
+        sequence.registered.reverse()
+        if hit.num_tokens:
+            logger.info(
+                "request %s: %d of %d tokens come from the prefix cache",
+                sequence.request.request_id,
+                hit.num_tokens,
+                sequence.prefill_length,
+            )
+
+    def _register(self, sequence: Sequence, length: int) -> None:
+        """Makes the blocks below ``length`` findable: their tokens are known, and computed by steps that run before any
+        that is still to be planned."""
+        if self.prefix is None:
+            return
+        registered = sequence.registered
+        for index in range(len(registered), length // BLOCK_TOKENS):
+            parent = registered[-1] if registered else None
+            block = sequence.blocks[index]
+            registered.append(
+                self.prefix.register(sequence.tokens, sequence.names, index, parent, block, sequence.window)
+            )
 
     def _blocks_owed(self) -> int:
         """Blocks that admitted prompts still need: they were promised at admission."""
@@ -201,10 +274,11 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.blocks.release(sequence.blocks)
-        self.window_pages.release(sequence.window.values())
+        # Last blocks first, so that of kept ones the ends of long prompts are evicted before their beginnings.
+        self.blocks.release(reversed(sequence.blocks))
+        self.window_pages.release(page for _, page in sorted(sequence.window.items()))
         sequence.blocks, sequence.window = [], {}
-        self._free_slots.append(sequence.slot)
+        self.slots.release(sequence.slot)
         sequence.slot = -1
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -258,6 +332,7 @@ class Scheduler:
             chunks.append(PrefillChunk(sequence, start, length, finishes, sequence.forced_anchor if finishes else -1))
             sequence.num_dispatched += length
             budget -= length
+            self._register(sequence, sequence.num_dispatched)
             if finishes:
                 sequence.phase = Phase.DECODE
                 sequence.awaiting_first = not sequence.num_output
@@ -265,9 +340,13 @@ class Scheduler:
 
     def _schedule_decode(self) -> tuple[Sequence, ...]:
         decodes: list[Sequence] = []
-        for sequence in list(self.running):
-            if sequence.phase is not Phase.DECODE or not self._may_continue(sequence):
-                continue
+        candidates = [s for s in self.running if s.phase is Phase.DECODE and self._may_continue(s)]
+        # More than one step holds: those that have waited longest go first (the sort keeps the order of admission).
+        if len(candidates) > self.shapes.max_decode_seqs:
+            candidates = sorted(candidates, key=lambda s: s.last_decoded)[: self.shapes.max_decode_seqs]
+        for sequence in candidates:
+            if sequence.phase is not Phase.DECODE:
+                continue  # preempted for an earlier one
             width = 1 + self.shapes.num_drafts
             upper = sequence.position + sequence.in_flight * width
             end = min(upper + width, self.shapes.max_model_len)
@@ -281,8 +360,10 @@ class Scheduler:
             else:
                 decodes.append(sequence)
         decodes = [s for s in decodes if s.phase is Phase.DECODE]
+        self._num_decode_steps += 1
         for sequence in decodes:
             sequence.in_flight += 1
+            sequence.last_decoded = self._num_decode_steps
         return tuple(decodes)
 
     def _results_pending(self) -> bool:

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from dspark_jax.cache.groups import CacheLayouts, LayerCache
+from dspark_jax.cache.groups import CacheLayouts, Caches
 from dspark_jax.config import ModelConfig
 from dspark_jax.models.deepseek_v4 import DeepseekV4, Forward
 from dspark_jax.models.dspark import commit_context, draft_block, markov_step
 from dspark_jax.models.mtp import mtp_logits
-from dspark_jax.models.rows import Rows, window_slots
+from dspark_jax.models.rows import Rows, window_writes
 from dspark_jax.sampling import RESIDUAL, RowSampling, sample
+from dspark_jax.spec_decode.depth import limit_drafts
 from dspark_jax.spec_decode.rejection import sample_draft, verify
 
 
@@ -30,28 +31,31 @@ from dspark_jax.spec_decode.rejection import sample_draft, verify
 class DeviceState:
     """Everything that outlives a step, for S request slots.
 
-    ``anchor[s]`` is the last token of slot s, not yet processed, at ``position[s]``; ``drafts[s]`` are K proposals for
-    the positions after it and ``draft_logits[s]`` the law they were drawn from (float32, *before* temperature);
+    ``anchor[s]`` is the last token of slot s, not yet processed, at ``position[s]``; the first ``num_drafts[s]`` of
+    ``drafts[s]`` are proposals for the positions after it (what lies behind them is of an earlier, deeper step and
+    never verified), ``draft_logits[s]`` the law they were drawn from (float32, *before* temperature) and
     ``confidence[s]`` the logits of their acceptance (0 for MTP, which has no such head).
     """
 
     anchor: Int[Array, " S"]
     position: Int[Array, " S"]
+    num_drafts: Int[Array, " S"]
     drafts: Int[Array, "S K"]
     draft_logits: Float[Array, "S K V"]
     confidence: Float[Array, "S K"]
-    trunk: list[LayerCache]
-    draft: list[LayerCache]
+    trunk: Caches
+    draft: Caches
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeBatch:
     """R requests that verify their drafts. ``slot`` -1 is padding; ``num_drafts`` limits how many drafts are
-    verified."""
+    verified; ``first_valid``: see ``Rows``."""
 
     slot: Int[Array, " R"]
     num_drafts: Int[Array, " R"]
+    first_valid: Int[Array, " R"]
     window_table: Int[Array, "R Pw"]
     block_table: Int[Array, "R Pb"]
     sampling: RowSampling
@@ -77,10 +81,12 @@ class PrefillBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """Tokens committed for each request of the batch (-1 behind the first ``num_tokens``), and accepted drafts."""
+    """Tokens committed for each request of the batch (-1 behind the first ``num_tokens``), and how many drafts were
+    verified and accepted."""
 
     tokens: Int[Array, "R T"]
     num_tokens: Int[Array, " R"]
+    num_verified: Int[Array, " R"]
     num_accepted: Int[Array, " R"]
 
 
@@ -102,22 +108,26 @@ class StepProgram:
         return DeviceState(
             anchor=jnp.zeros((s,), jnp.int32),
             position=jnp.zeros((s,), jnp.int32),
+            num_drafts=jnp.zeros((s,), jnp.int32),
             drafts=jnp.zeros((s, k), jnp.int32),
             draft_logits=jnp.zeros((s, k, config.vocab_size), jnp.float32),
             confidence=jnp.zeros((s, k), jnp.float32),
-            trunk=self.layouts.trunk(config),
-            draft=self.layouts.draft(config) if k else [],
+            trunk=self.layouts.trunk_caches(config),
+            draft=self.layouts.draft_caches() if k else Caches([]),
         )
 
-    def decode(self, params: nnx.State, state: DeviceState, batch: DecodeBatch) -> tuple[DeviceState, StepOutput]:
+    def decode(
+        self, params: nnx.State, state: DeviceState, batch: DecodeBatch, *, depth: int
+    ) -> tuple[DeviceState, StepOutput]:
         """Verify, accept or reject, commit, draft again: one step for R requests (DSpark specification, sections 3 and
-        4)."""
+        4). At most ``depth`` drafts are verified, and as many drafted; 0 decodes one token and drafts nothing."""
         model = nnx.merge(self.graph, params)
-        live, width = batch.slot >= 0, 1 + self.num_drafts
+        live, width = batch.slot >= 0, 1 + depth
         slot = jnp.where(live, batch.slot, 0)
-        position, drafts = state.position[slot], state.drafts[slot]
+        position, drafts = state.position[slot], limit_drafts(state.drafts[slot], depth)
         room = self.max_model_len - position
-        num_rows = jnp.where(live, jnp.clip(1 + batch.num_drafts, 1, jnp.clip(room, 1, width)), 0)
+        offered = jnp.minimum(batch.num_drafts, state.num_drafts[slot])
+        num_rows = jnp.where(live, jnp.clip(1 + offered, 1, jnp.clip(room, 1, width)), 0)
         rows = _uniform_rows(jnp.concatenate([state.anchor[slot][:, None], drafts], axis=1), position, num_rows, batch)
         forward, trunk = model(rows, state.trunk, self.layouts)
         logits = model.logits(forward.streams).reshape(slot.shape[0], width, -1)
@@ -125,7 +135,7 @@ class StepProgram:
             result = verify(
                 logits,
                 drafts,
-                state.draft_logits[slot],
+                limit_drafts(state.draft_logits[slot], depth),
                 jnp.maximum(num_rows - 1, 0),
                 batch.sampling,
                 position,
@@ -149,10 +159,12 @@ class StepProgram:
             position + result.num_tokens,
             live,
             batch.sampling,
+            depth,
         )
         return state, StepOutput(
             jnp.where(live[:, None], result.tokens, -1),
             jnp.where(live, result.num_tokens, 0),
+            jnp.maximum(num_rows - 1, 0),
             jnp.where(live, result.num_accepted, 0),
         )
 
@@ -169,13 +181,21 @@ class StepProgram:
         state = dataclasses.replace(state, trunk=trunk)
         next_token = jnp.where(batch.next_token >= 0, batch.next_token, anchor[rows.request])
         state = self._propose(
-            model, state, forward, rows, next_token, last_row, anchor, position, batch.finishes, batch.sampling
+            model,
+            state,
+            forward,
+            rows,
+            next_token,
+            last_row,
+            anchor,
+            position,
+            batch.finishes,
+            batch.sampling,
+            self.num_drafts,
         )
-        return state, StepOutput(
-            jnp.where(batch.finishes, anchor, -1)[:, None],
-            batch.finishes.astype(jnp.int32),
-            jnp.zeros_like(batch.anchor),
-        )
+        none = jnp.zeros_like(batch.anchor)
+        tokens = jnp.where(batch.finishes, anchor, -1)[:, None]
+        return state, StepOutput(tokens, batch.finishes.astype(jnp.int32), none, none)
 
     def _propose(
         self,
@@ -189,8 +209,10 @@ class StepProgram:
         position: Int[Array, " R"],
         live: Bool[Array, " R"],
         sampling: RowSampling,
+        depth: int,
     ) -> DeviceState:
-        """Feeds committed rows to the drafter and drafts for the live requests, then stores both by slot.
+        """Feeds committed rows to the drafter and drafts ``depth`` tokens for the live requests, then stores both by
+        slot.
 
         ``rows.valid`` marks committed rows; ``anchor`` at ``position`` is each request's newest token.
         """
@@ -201,6 +223,7 @@ class StepProgram:
             state,
             anchor=state.anchor.at[slot].set(anchor, mode="drop"),
             position=state.position.at[slot].set(position, mode="drop"),
+            num_drafts=state.num_drafts.at[slot].set(depth, mode="drop"),
         )
         if not self.num_drafts:
             return state
@@ -209,16 +232,28 @@ class StepProgram:
                 logits, draft = mtp_logits(
                     model, state.draft, self.layouts, forward.streams, next_token, rows, last_row
                 )
+                if not depth:
+                    return dataclasses.replace(state, draft=draft)
                 tokens = sample_draft(logits, sampling, position + 1, draft_sampling=self.draft_sampling)[:, None]
                 logits, confidence = logits[:, None], jnp.zeros(tokens.shape, jnp.float32)
             else:
-                table = rows.window_table[rows.request]
-                slots = window_slots(table, rows.position, self.layouts.window.page_size)
                 assert forward.taps is not None
                 draft = commit_context(
-                    model, state.draft, self.layouts, forward.taps, rows.position, jnp.where(rows.valid, slots, -1)
+                    model, state.draft, self.layouts, forward.taps, rows.position, window_writes(rows)
                 )
-                block = draft_block(model, draft, self.layouts, anchor, position, rows.window_table, live)
+                if not depth:
+                    return dataclasses.replace(state, draft=draft)
+                block = draft_block(
+                    model,
+                    draft,
+                    self.layouts,
+                    anchor,
+                    position,
+                    rows.window_table,
+                    live,
+                    rows.first_valid,
+                    self.num_drafts,
+                )
 
                 def step(previous: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
                     hidden, base, offset = inputs
@@ -226,16 +261,15 @@ class StepProgram:
                     token = sample_draft(logits, sampling, position + offset, draft_sampling=self.draft_sampling)
                     return token, (token, logits, confidence)
 
-                k = self.num_drafts
-                first = (block.hidden[:, :k].swapaxes(0, 1), block.base_logits[:, :k].swapaxes(0, 1))
-                _, stacked = jax.lax.scan(step, anchor, (*first, jnp.arange(1, k + 1, dtype=jnp.int32)))
+                first = (block.hidden[:, :depth].swapaxes(0, 1), block.base_logits[:, :depth].swapaxes(0, 1))
+                _, stacked = jax.lax.scan(step, anchor, (*first, jnp.arange(1, depth + 1, dtype=jnp.int32)))
                 tokens, logits, confidence = (x.swapaxes(0, 1) for x in stacked)
         return dataclasses.replace(
             state,
             draft=draft,
-            drafts=state.drafts.at[slot].set(tokens, mode="drop"),
-            draft_logits=state.draft_logits.at[slot].set(logits, mode="drop"),
-            confidence=state.confidence.at[slot].set(confidence, mode="drop"),
+            drafts=state.drafts.at[slot, :depth].set(tokens, mode="drop"),
+            draft_logits=state.draft_logits.at[slot, :depth].set(logits, mode="drop"),
+            confidence=state.confidence.at[slot, :depth].set(confidence, mode="drop"),
         )
 
 
@@ -257,4 +291,6 @@ def _uniform_rows(
         num_rows=num_rows,
         window_table=batch.window_table,
         block_table=batch.block_table,
+        write_from=jnp.zeros_like(position),
+        first_valid=batch.first_valid,
     )

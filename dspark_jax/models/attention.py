@@ -10,13 +10,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.cache.groups import CacheLayouts, LayerCache
+from dspark_jax.cache.allocator import BLOCK_TOKENS
+from dspark_jax.cache.groups import LayerCache, LayerLayouts
 from dspark_jax.config import ModelConfig
 from dspark_jax.models.compressor import Compressor
 from dspark_jax.models.indexer import Indexer
 from dspark_jax.models.layers import Linear, Policy, RMSNorm, param
 from dspark_jax.models.rope import inverse_frequencies
-from dspark_jax.models.rows import Addressing, Rows, entry_slots
+from dspark_jax.models.rows import Addressing, Rows, entry_slots, entry_writes
 from pallas_kernels import _numerics as numerics
 from pallas_kernels import compressed_mla, kv_pages
 from pallas_kernels.linear import grouped_linear
@@ -92,7 +93,7 @@ class Attention(nnx.Module):
         return out
 
     def __call__(
-        self, x: Float[Array, "N D"], rows: Rows, where: Addressing, cache: LayerCache, layouts: CacheLayouts
+        self, x: Float[Array, "N D"], rows: Rows, where: Addressing, cache: LayerCache, layouts: LayerLayouts
     ) -> tuple[Float[Array, "N D"], LayerCache]:
         """Writes this step's rows and the entries that they close, then attends: later rows see earlier ones in the
         cache."""
@@ -108,18 +109,19 @@ class Attention(nnx.Module):
                 entries, counts, cache = self.indexer(x, c_q, rows, cache, layouts, self.inv_freq)
             else:
                 counts = jnp.where(rows.valid, (rows.position + 1) // self.ratio, 0)
-                every = jnp.arange(where.block_table.shape[1] * layouts.entries128.page_size, dtype=jnp.int32)
+                every = jnp.arange(where.block_table.shape[1] * (BLOCK_TOKENS // self.ratio), dtype=jnp.int32)
                 entries = jnp.where(every < counts[:, None], every, -1)
             slots = entry_slots(where.block_table, entries, self.ratio)
-            indexed = (cache.entries, layouts.entries(self.ratio), slots, counts)
+            indexed = (cache.entries, layouts.entries, slots, counts)
         o = self.attend(q, window, layouts.window, where.window, where.window_lengths, indexed)
         return self.output(o, rows.position), cache
 
-    def _compress(self, x, rows: Rows, cache: LayerCache, layouts: CacheLayouts) -> LayerCache:
+    def _compress(self, x, rows: Rows, cache: LayerCache, layouts: LayerLayouts) -> LayerCache:
         assert cache.state is not None
         assert cache.entries is not None
         pooled, request, entry, state = self.compressor(x, rows, cache.state)
         pooled = self.compressor.rotate(pooled, entry, self.inv_freq)
-        slots = entry_slots(rows.block_table[request], entry, self.ratio)
-        entries = kv_pages.write(cache.entries, layouts.entries(self.ratio), slots, pooled, quantize=self.quantize)
+        assert layouts.entries is not None
+        slots = entry_writes(rows, request, entry, self.ratio)
+        entries = kv_pages.write(cache.entries, layouts.entries, slots, pooled, quantize=self.quantize)
         return dataclasses.replace(cache, entries=entries, state=state)

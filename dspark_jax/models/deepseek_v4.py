@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.cache.groups import CacheLayouts, LayerCache
+from dspark_jax.cache.groups import CacheLayouts, Caches
 from dspark_jax.config import ModelConfig
+from dspark_jax.models.attention import Attention
 from dspark_jax.models.block import Block, StreamReader
 from dspark_jax.models.dspark import DSparkStage
 from dspark_jax.models.layers import Embedding, Linear, Policy, RMSNorm
@@ -71,19 +72,23 @@ class DeepseekV4(StreamReader):
         with jax.named_scope("lm_head"):
             return self.lm_head(self.norm(self.read_streams(streams)))
 
-    def __call__(self, rows: Rows, caches: list[LayerCache], layouts: CacheLayouts) -> tuple[Forward, list[LayerCache]]:
+    def __call__(self, rows: Rows, caches: Caches, layouts: CacheLayouts) -> tuple[Forward, Caches]:
         """Runs every block over the rows, writing their cache entries. Returns the streams, the taps and the new
         caches."""
-        where = Addressing.create(rows, layouts, self.config.sliding_window)
+        where = Addressing.create(rows, self.config.sliding_window)
         inside = (rows.token >= 0) & (rows.token < self.config.vocab_size)
         token = jnp.where(inside, rows.token, 0)
         h = self.embed_streams(token)
-        taps, new = [], []
-        for i, (block, cache) in enumerate(zip(self.layers, caches, strict=True)):
+        taps = []
+        for i, (block, where_rows_lie) in enumerate(zip(self.layers, layouts.trunk, strict=True)):
+
+            def attention(attn: Attention, x: jax.Array, cache=caches.layer(i), here=where_rows_lie):
+                return attn(x, rows, where, cache, here)
+
             with jax.named_scope(f"layer_{i}"):
-                h, cache = block(h, token, lambda attn, x, cache=cache: attn(x, rows, where, cache, layouts))
-            new.append(cache)
+                h, cache = block(h, token, attention)
+            caches = caches.with_layer(i, cache)
             if i in self.config.dspark_target_layer_ids:
                 mean = numerics.tree_sum(h.astype(jnp.float32), 1) / h.shape[1]
                 taps.append(mean.astype(h.dtype))
-        return Forward(h, jnp.concatenate(taps, axis=-1) if taps else None), new
+        return Forward(h, jnp.concatenate(taps, axis=-1) if taps else None), caches

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.cache.groups import CacheLayouts, LayerCache
+from dspark_jax.cache.groups import CacheLayouts, Caches
 from dspark_jax.config import ModelConfig
 from dspark_jax.models.attention import Attention
 from dspark_jax.models.block import Block, StreamReader
@@ -80,44 +80,46 @@ class DraftBlock:
 
 def commit_context(
     model: DeepseekV4,
-    caches: list[LayerCache],
+    caches: Caches,
     layouts: CacheLayouts,
     taps: Float[Array, "N mD"],
     position: Int[Array, " N"],
     slots: Int[Array, " N"],
-) -> list[LayerCache]:
+) -> Caches:
     """Writes the drafter's context rows of committed positions: one projection, then each stage's own latent.
 
     ``slots`` is -1 for rows that are not committed (padding, rejected drafts): those write nothing.
     """
     with jax.named_scope("draft_context"):
         main = model.mtp[0].main_norm(model.mtp[0].main_proj(taps))
-        new = []
-        for stage, cache in zip(model.mtp, caches, strict=True):
-            latents = stage.attn.latents(main, position)
-            window = kv_pages.write(cache.window, layouts.window, slots, latents, quantize=stage.attn.quantize)
-            new.append(dataclasses.replace(cache, window=window))
-        return new
+        for k, (stage, where) in enumerate(zip(model.mtp, layouts.draft, strict=True)):
+            cache, latents = caches.layer(k), stage.attn.latents(main, position)
+            window = kv_pages.write(cache.window, where.window, slots, latents, quantize=stage.attn.quantize)
+            caches = caches.with_layer(k, dataclasses.replace(cache, window=window))
+        return caches
 
 
 def draft_block(
     model: DeepseekV4,
-    caches: list[LayerCache],
+    caches: Caches,
     layouts: CacheLayouts,
     anchor: Int[Array, " R"],
     position: Int[Array, " R"],
     window_table: Int[Array, "R Pw"],
     live: Int[Array, " R"],
+    first_valid: Int[Array, " R"],
+    num_drafts: int = 0,
 ) -> DraftBlock:
     """Runs the stages over ``[anchor, noise, ...]`` at ``position ..``. Every row sees the last ``sliding_window``
-    context rows and all rows of its own block, in both directions; the block's keys never enter the cache. Requests
-    that are not ``live`` see nothing.
+    context rows, none below ``first_valid``, and all rows of its own block, in both directions; the block's keys never
+    enter the cache. Requests that are not ``live`` see nothing. A block has the trained size, or ``num_drafts`` rows if
+    that is more.
     """
     config = model.config
-    requests, size = anchor.shape[0], config.dspark_block_size
+    requests, size = anchor.shape[0], max(config.dspark_block_size, num_drafts)
     token = jnp.full((requests, size), config.dspark_noise_token_id, jnp.int32).at[:, 0].set(anchor).reshape(-1)
     rows = (position[:, None] + jnp.arange(size, dtype=jnp.int32)).reshape(-1)
-    context, counts = trailing_window(window_table, position, config.sliding_window, layouts.window.page_size)
+    context, counts = trailing_window(window_table, position, config.sliding_window, first_valid)
     context, counts = jnp.repeat(context, size, axis=0), jnp.repeat(jnp.where(live, counts, 0), size)
     own = layouts.block_rows(size, requests)
     own_slots = jnp.arange(requests * size, dtype=jnp.int32)
@@ -125,12 +127,13 @@ def draft_block(
     block_counts = jnp.repeat(jnp.where(live, size, 0), size)
 
     h = model.embed_streams(token)
-    for k, (stage, cache) in enumerate(zip(model.mtp, caches, strict=True)):
+    for k, (stage, where) in enumerate(zip(model.mtp, layouts.draft, strict=True)):
 
-        def attention(attn: Attention, x: jax.Array, cache: LayerCache = cache) -> tuple[jax.Array, None]:
+        def attention(attn: Attention, x: jax.Array, k=k, layout=where.window) -> tuple[jax.Array, None]:
             q, _ = attn.queries(x, rows)
             keys = kv_pages.write(own.zeros(), own, own_slots, attn.latents(x, rows), quantize=attn.quantize)
-            o = attn.attend(q, cache.window, layouts.window, context, counts, (keys, own, block_slots, block_counts))
+            block = (keys, own, block_slots, block_counts)
+            o = attn.attend(q, caches.layer(k).window, layout, context, counts, block)
             return attn.output(o, rows), None
 
         with jax.named_scope(f"draft_stage_{k}"):

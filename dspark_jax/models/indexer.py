@@ -9,11 +9,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.cache.groups import CacheLayouts, LayerCache
+from dspark_jax.cache.groups import LayerCache, LayerLayouts
 from dspark_jax.config import ModelConfig
 from dspark_jax.models.compressor import Compressor
 from dspark_jax.models.layers import Linear, Policy
-from dspark_jax.models.rows import Rows, entry_slots
+from dspark_jax.models.rows import Rows, entry_writes
 from pallas_kernels import indexer as ops
 from pallas_kernels import kv_pages
 
@@ -46,16 +46,17 @@ class Indexer(nnx.Module):
         c_q: Float[Array, "N Q"],
         rows: Rows,
         cache: LayerCache,
-        layouts: CacheLayouts,
+        layouts: LayerLayouts,
         inv_freq: np.ndarray,
     ) -> tuple[Int[Array, "N topk"], Int[Array, " N"], LayerCache]:
         """Writes the index keys that close in this step, then selects. Returns entry numbers (-1 behind them), counts,
         cache."""
         assert cache.index_state is not None
         assert cache.index_entries is not None
+        assert layouts.index is not None
         keys, request, entry, state = self.compressor(x, rows, cache.index_state)
         keys = ops.prepare_key(keys, jnp.maximum(entry, 0) * 4, inv_freq, quantize=self.quantize)
-        slots = entry_slots(rows.block_table[request], entry, 4)
+        slots = entry_writes(rows, request, entry, 4)
         index_entries = kv_pages.write(cache.index_entries, layouts.index, slots, keys, quantize=False)
         cache = dataclasses.replace(cache, index_entries=index_entries, index_state=state)
 

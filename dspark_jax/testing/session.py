@@ -11,10 +11,10 @@ import numpy as np
 from flax import nnx
 
 from dspark_jax.cache.allocator import BLOCK_TOKENS, WINDOW_PAGE_TOKENS
-from dspark_jax.cache.groups import CacheLayouts, LayerCache
+from dspark_jax.cache.groups import CacheLayouts, Caches
 from dspark_jax.models.deepseek_v4 import DeepseekV4
 from dspark_jax.models.dspark import DraftBlock, commit_context, draft_block, markov_step
-from dspark_jax.models.rows import Rows, window_slots
+from dspark_jax.models.rows import Rows, window_writes
 
 # Rows are padded to one of the first two or a multiple of the last, so that few programs are compiled.
 _ROW_BUCKETS = (8, 64, 256)
@@ -67,8 +67,8 @@ class Session:
     def reset(self) -> None:
         """An empty sequence: zeroed caches."""
         self.length = 0
-        self.trunk: list[LayerCache] = self.layouts.trunk(self.config)
-        self.drafter: list[LayerCache] = self.layouts.draft(self.config)
+        self.trunk: Caches = self.layouts.trunk_caches(self.config)
+        self.drafter: Caches = self.layouts.draft_caches()
 
     def rollback(self, length: int) -> None:
         """Forgets every position from ``length`` on. Nothing but the length changes: see ``cache.groups``."""
@@ -96,9 +96,11 @@ class Session:
         padded[:n] = taps
         self.drafter = self._commit(self._params, self.drafter, padded, np.int32(position), np.int32(n))
 
-    def draft(self, anchor: int, position: int) -> DraftBlock:
-        """Backbone output of the drafter for one block with ``anchor`` at ``position`` (arrays ``[1, g, ...]``)."""
-        return self._draft(self._params, self.drafter, np.array([anchor], np.int32), np.array([position], np.int32))
+    def draft(self, anchor: int, position: int, *, first_valid: int = 0) -> DraftBlock:
+        """Backbone output of the drafter for one block with ``anchor`` at ``position`` (arrays ``[1, g, ...]``), blind
+        to context rows below ``first_valid``."""
+        numbers = (np.array([x], np.int32) for x in (anchor, position, first_valid))
+        return self._draft(self._params, self.drafter, *numbers)
 
     def markov(self, block: DraftBlock, previous: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Logits ``[g, V]`` and confidence logits ``[g]`` of a block's rows, row i given the token ``previous[i]``."""
@@ -121,6 +123,8 @@ class Session:
             num_rows=count[None],
             window_table=jnp.asarray(self._window_table),
             block_table=jnp.asarray(self._block_table),
+            write_from=jnp.zeros((1,), jnp.int32),
+            first_valid=jnp.zeros((1,), jnp.int32),
         )
 
     def _forward_fn(self, params, trunk, tokens, start, count):
@@ -130,14 +134,13 @@ class Session:
 
     def _commit_fn(self, params, drafter, taps, start, count):
         rows = self._rows(jnp.zeros(taps.shape[0], jnp.int32), start, count)
-        slots = window_slots(rows.window_table[rows.request], rows.position, self.layouts.window.page_size)
         model = nnx.merge(self._graph, params)
-        return commit_context(model, drafter, self.layouts, taps, rows.position, jnp.where(rows.valid, slots, -1))
+        return commit_context(model, drafter, self.layouts, taps, rows.position, window_writes(rows))
 
-    def _draft_fn(self, params, drafter, anchor, position):
+    def _draft_fn(self, params, drafter, anchor, position, first_valid):
         model = nnx.merge(self._graph, params)
-        live = jnp.ones((1,), jnp.bool_)
-        return draft_block(model, drafter, self.layouts, anchor, position, jnp.asarray(self._window_table), live)
+        table, live = jnp.asarray(self._window_table), jnp.ones((1,), jnp.bool_)
+        return draft_block(model, drafter, self.layouts, anchor, position, table, live, first_valid)
 
     def _markov_fn(self, params, hidden, base_logits, previous):
         return markov_step(nnx.merge(self._graph, params), hidden, base_logits, previous)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from harness import greedy, idle, prompts, run
 
+from dspark_jax.engine.buckets import DecodeShape
 from dspark_jax.engine.request import FinishReason, Request, RequestError
 from dspark_jax.engine.runner import CompileAfterReadyError
 from dspark_jax.sampling_params import SamplingParams
@@ -82,12 +83,13 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(engines, rng):
 
 def test_a_shape_that_was_not_planned_is_an_error(engines):
     engine = engines(0, **PRESSED)
-    program = engine.runner._decode.pop(1)
+    shape = DecodeShape(1, 0)
+    program = engine.runner._programs.pop(shape)
     try:
-        with pytest.raises(CompileAfterReadyError, match="bucket 1 was not compiled"):
+        with pytest.raises(CompileAfterReadyError, match=r"DecodeShape\(num_seqs=1, num_drafts=0\) was not compiled"):
             finish(engine, Request("a", (9, 9), greedy(4)))
     finally:
-        engine.runner._decode[1] = program
+        engine.runner._programs[shape] = program
         engine.abort("a")
     while engine.has_work():
         engine.step()

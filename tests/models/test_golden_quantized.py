@@ -77,28 +77,32 @@ def attention(model, session, data):
         num_rows=zero + n,
         window_table=jnp.asarray(session._window_table),
         block_table=jnp.asarray(session._block_table),
+        write_from=zero,
+        first_valid=zero,
     )
-    layouts, config = session.layouts, model.config
+    config = model.config
 
     def run(layer):
         ratio = config.compress_ratios[layer]
+        layouts = session.layouts.trunk[layer]
+        empty = session.layouts.trunk_caches(config).layer(layer)
         graph, params = nnx.split(model.layers[layer].attn)
         x = jnp.asarray(data["sub_attn_in"][layer].view(ml_dtypes.bfloat16))
 
         @jax.jit
         def forward(params, x):
             module = nnx.merge(graph, params)
-            where = Addressing.create(rows, layouts, config.sliding_window)
-            out, cache = module(x, rows, where, layouts.layer(config, ratio), layouts)
-            slots = window_slots(rows.window_table[rows.request], position, layouts.window.page_size)
+            where = Addressing.create(rows, config.sliding_window)
+            out, cache = module(x, rows, where, empty, layouts)
+            slots = window_slots(rows.window_table[rows.request], position)
             result = {"out": out, "window": kv_pages.gather(cache.window, layouts.window, slots)}
             if ratio:
                 slots = entry_slots(rows.block_table, jnp.arange(n // ratio, dtype=jnp.int32)[None], ratio)[0]
-                result["entries"] = kv_pages.gather(cache.entries, layouts.entries(ratio), slots)
+                result["entries"] = kv_pages.gather(cache.entries, layouts.entries, slots)
             if ratio == 4:
                 result["index_entries"] = kv_pages.gather(cache.index_entries, layouts.index, slots)
                 _, c_q = module.queries(x, position)
-                chosen, _, _ = module.indexer(x, c_q, rows, layouts.layer(config, ratio), layouts, module.inv_freq)
+                chosen, _, _ = module.indexer(x, c_q, rows, empty, layouts, module.inv_freq)
                 result["chosen"] = chosen
             return result
 
