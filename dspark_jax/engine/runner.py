@@ -51,10 +51,19 @@ class StepHandle:
 class ModelRunner:
     """Owns parameters and device state of one model and its compiled steps.
 
-    The device state is donated to every step and never leaves this object: ``snapshot`` gives copies.
+    The device state is donated to every step and never leaves this object: ``snapshot`` gives copies. Without
+    ``allocate`` (and with the abstract model of ``nnx.eval_shape``) there are no arrays, only steps to ``lower``.
     """
 
-    def __init__(self, model: DeepseekV4, engine: EngineConfig, shapes: StepShapes, capacities: DraftCapacities):
+    def __init__(
+        self,
+        model: DeepseekV4,
+        engine: EngineConfig,
+        shapes: StepShapes,
+        capacities: DraftCapacities,
+        *,
+        allocate: bool = True,
+    ):
         self.shapes = shapes
         self.capacities = capacities
         self.engine = engine
@@ -78,7 +87,8 @@ class ModelRunner:
             engine.speculative.draft_sampling,
             shapes.max_model_len,
         )
-        self._state: DeviceState | None = self.program.init_state()
+        init = self.program.init_state
+        self._state: DeviceState | None = init() if allocate else jax.eval_shape(init)
         # A test instrument (see testing.ForcedDrafter): replaces the drafts of requests about to be verified.
         self.draft_override: Callable[[SequenceOf[Sequence], np.ndarray], np.ndarray] | None = None
         self._programs: dict[DecodeShape | int, Compiled] = {}

@@ -12,6 +12,7 @@ from flax import nnx
 
 from dspark_jax.cache.allocator import BLOCK_TOKENS, WINDOW_PAGE_TOKENS
 from dspark_jax.cache.groups import CacheLayouts, Caches
+from dspark_jax.config import PageStyle
 from dspark_jax.models.deepseek_v4 import DeepseekV4
 from dspark_jax.models.dspark import DraftBlock, commit_context, draft_block, markov_step
 from dspark_jax.models.rows import Rows, window_writes
@@ -42,7 +43,9 @@ class Session:
     a few sizes, each of which compiles once. Not for serving: the engine batches requests.
     """
 
-    def __init__(self, model: DeepseekV4, max_length: int, *, max_rollback: int = 8):
+    def __init__(
+        self, model: DeepseekV4, max_length: int, *, max_rollback: int = 8, page_style: PageStyle = "padded"
+    ):
         self.config = model.config
         self.max_length = -(-max_length // BLOCK_TOKENS) * BLOCK_TOKENS
         self._graph, self._params = nnx.split(model)
@@ -55,6 +58,7 @@ class Session:
             num_window_pages=pages + 1,
             max_num_seqs=1,
             max_rollback=max_rollback,
+            page_style=page_style,
         )
         self._window_table = np.arange(1, pages + 1, dtype=np.int32)[None]
         self._block_table = np.arange(1, blocks + 1, dtype=np.int32)[None]
