@@ -378,8 +378,7 @@ class SpeculativeConfig:
                 and all(len(pair) == 2 and all(map(_is_int, pair)) for pair in pairs)
                 and [n for n, _ in pairs] == sorted({n for n, _ in pairs if n > 0})
                 and all(depth >= 0 for _, depth in pairs),
-                "depth_schedule must hold pairs (number of requests, drafts), ascending in the first, "
-                f"got {pairs!r}",
+                f"depth_schedule must hold pairs (number of requests, drafts), ascending in the first, got {pairs!r}",
             )
         _require(
             self.draft_sampling in ("probabilistic", "greedy"),

@@ -207,10 +207,11 @@ def map_row_tiles(function: Callable[..., Any], tile: int, *arrays: Any) -> Any:
 def product(x: Float[Array, "N K"], matrix: Float[Array, "O K"]) -> Float[Array, "N O"]:
     """float32 ``x @ matrix.T``.
 
-    A single row is padded to two: XLA turns its product into another routine, whose sums round differently.
+    A single row or column is padded to two: XLA turns its product into another routine, whose sums round differently
+    (and, for a single column, by the number of rows).
     """
-    rows = jnp.pad(x, [(0, 1), (0, 0)]) if x.shape[0] == 1 else x
+    rows, columns = (jnp.pad(a, [(0, 1), (0, 0)]) if a.shape[0] == 1 else a for a in (x, matrix))
     y = jax.lax.dot_general(
-        rows, matrix, (((1,), (1,)), ((), ())), precision=HIGHEST, preferred_element_type=jnp.float32
+        rows, columns, (((1,), (1,)), ((), ())), precision=HIGHEST, preferred_element_type=jnp.float32
     )
-    return y[: x.shape[0]]
+    return y[: x.shape[0], : matrix.shape[0]]

@@ -140,9 +140,7 @@ class LLMEngine:
             sequence.in_flight -= 1
             self._verified_rounds += 1
             self._accepted_per_position[: accepted[i]] += 1
-            updates.append(
-                self._deliver(sequence, tokens[i, : counts[i]].tolist(), int(verified[i]), int(accepted[i]))
-            )
+            updates.append(self._deliver(sequence, tokens[i, : counts[i]].tolist(), int(verified[i]), int(accepted[i])))
         return [update for update in updates if update is not None]
 
     def _deliver(self, sequence: Sequence, tokens: list[int], drafted: int, accepted: int) -> RequestUpdate | None:

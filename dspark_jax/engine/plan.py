@@ -113,7 +113,8 @@ class EnginePlan:
             "",
             f"decode row capacity   {undeclared if capacity is None else f'{capacity} rows'}",
             f"decode regime up to   {decode_regime_bound(capacity)} rows",
-            "decode buckets        " + ", ".join(f"{s.num_seqs} x (1+{s.num_drafts}) = {s.rows}" for s in shapes.decode),
+            "decode buckets        "
+            + ", ".join(f"{s.num_seqs} x (1+{s.num_drafts}) = {s.rows}" for s in shapes.decode),
             "prefill buckets       " + ", ".join(map(str, shapes.prefill)) + " tokens",
             "",
         ]

@@ -73,9 +73,7 @@ def window_writes(rows: Rows) -> Int[Array, " N"]:
     return jnp.where(owned, writable(slots, WINDOW_PAGE_TOKENS), -1)
 
 
-def entry_writes(
-    rows: Rows, request: Int[Array, " M"], entry: Int[Array, " M"], ratio: int
-) -> Int[Array, " M"]:
+def entry_writes(rows: Rows, request: Int[Array, " M"], entry: Int[Array, " M"], ratio: int) -> Int[Array, " M"]:
     """Slot that each closing entry (-1: none) writes, under the rules of ``window_writes``."""
     slots = entry_slots(rows.block_table[request], entry, ratio)
     owned = entry * ratio >= rows.write_from[request]

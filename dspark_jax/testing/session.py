@@ -43,9 +43,7 @@ class Session:
     a few sizes, each of which compiles once. Not for serving: the engine batches requests.
     """
 
-    def __init__(
-        self, model: DeepseekV4, max_length: int, *, max_rollback: int = 8, page_style: PageStyle = "padded"
-    ):
+    def __init__(self, model: DeepseekV4, max_length: int, *, max_rollback: int = 8, page_style: PageStyle = "padded"):
         self.config = model.config
         self.max_length = -(-max_length // BLOCK_TOKENS) * BLOCK_TOKENS
         self._graph, self._params = nnx.split(model)

@@ -175,3 +175,11 @@ def test_group_sizes_are_checked():
         numerics.act_quant(jnp.zeros((1, 100)), 128)
     with pytest.raises(ValueError, match="power of two, got 96"):
         numerics.hadamard(jnp.zeros((1, 96)))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 7])
+def test_a_row_of_a_product_does_not_depend_on_the_others(rng, columns):
+    x, matrix = (jnp.asarray(rng.standard_normal((n, 144)), jnp.float32) for n in (320, columns))
+    whole = np.asarray(jax.jit(numerics.product)(x, matrix))
+    for rows in (1, 2, 20, 40, 100):
+        np.testing.assert_array_equal(jax.jit(numerics.product)(x[:rows], matrix), whole[:rows])

@@ -101,9 +101,7 @@ def test_widths():
 
 @pytest.mark.contract("VR-3")
 def test_up_to_256_rows_a_capacity_changes_nothing():
-    for rows, width, capacity in itertools.product(
-        (1, 24, 65, 144, 192, 256), (128, 384, 2176, 4608), (144, 384, 768)
-    ):
+    for rows, width, capacity in itertools.product((1, 24, 65, 144, 192, 256), (128, 384, 2176, 4608), (144, 384, 768)):
         for limit in (None, chunk_limit(width)):
             declared = split_plan(rows, width, max_chunks=limit, capacity=capacity)
             assert declared == split_plan(rows, width, max_chunks=limit)
