@@ -87,9 +87,9 @@ def import_pages(buffer: Any, page_size: int) -> tuple[jax.Array, PageLayout]:
     Raises:
       ValueError: ``page_size`` is not positive, or stride or offset are no multiples of 16.
       TypeError: not an array, or a dtype that is neither integer nor FP8.
-      PageViewError: the pages are not laid out as ``page_view`` demands, or they cannot be used in place: memory that is
-        read-only or not aligned to 64 bytes, a last page whose padding is not part of the memory, another device and
-        dtype. Nothing is ever copied instead.
+      PageViewError: the pages are not laid out as ``page_view`` demands, or they cannot be used in place: memory that
+        is read-only or not aligned to 64 bytes, a last page whose padding is not part of the memory, another device
+        and dtype. Nothing is ever copied instead.
     """
     if isinstance(buffer, jax.Array):
         return _import_words(buffer, buffer, page_size)
@@ -124,8 +124,8 @@ def _import_words(buffer: Any, words: jax.Array, page_size: int) -> tuple[jax.Ar
     view = page_view(words.shape, strides, itemsize, page_size)
     if words.dtype != np.int32 or words.ndim != 2:
         raise PageViewError(
-            f"an array on a device must be int32 [pages, words], got {words.dtype} {list(words.shape)}: view it so before, "
-            "a change of width would copy the cache here"
+            f"an array on a device must be int32 [pages, words], got {words.dtype} {list(words.shape)}: view it so "
+            "before, a change of width would copy the cache here"
         )
     if not isinstance(buffer, jax.Array) and hasattr(buffer, "data_ptr"):
         _require_same_address(words, buffer.data_ptr())
@@ -145,9 +145,9 @@ def _import_numpy(array: np.ndarray, page_size: int) -> tuple[jax.Array, PageLay
     earliest, latest = max(0, address + total - high), min(address - low, view.page_stride - view.payload_bytes)
     if earliest > latest:
         raise PageViewError(
-            f"{view.num_pages} whole pages of {view.page_stride} bytes do not lie within the buffer of {high - low} bytes: "
-            f"{earliest - latest} bytes of padding are missing. Import a view of the array that owns the memory, or one "
-            "page less"
+            f"{view.num_pages} whole pages of {view.page_stride} bytes do not lie within the buffer of {high - low} "
+            f"bytes: {earliest - latest} bytes of padding are missing. Import a view of the array that owns the "
+            "memory, or one page less"
         )
     base_offset = earliest + (address - earliest) % _ALIGNMENT
     # Checks that the numbers are multiples of 16 and fit together.

@@ -84,7 +84,8 @@ class PrefixCache:
         blocks.on_evict = self._on_block_evicted
         window_pages.on_evict = self._on_window_page_evicted
 
-    def __len__(self) -> int:
+    @property
+    def num_cached_blocks(self) -> int:
         """Blocks that can be found."""
         return len(self._by_key)
 

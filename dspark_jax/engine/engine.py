@@ -105,11 +105,11 @@ class LLMEngine:
             "verified_rounds": self._verified_rounds,
         }
         prefix = scheduler.prefix
-        values["prefix_query_tokens"] = prefix.num_query_tokens if prefix else 0
-        values["prefix_hit_tokens"] = prefix.num_hit_tokens if prefix else 0
-        values["prefix_hits"] = prefix.num_hits if prefix else 0
-        values["prefix_cached_blocks"] = len(prefix) if prefix else 0
-        values["prefix_evictions"] = prefix.num_evictions if prefix else 0
+        values["prefix_query_tokens"] = 0 if prefix is None else prefix.num_query_tokens
+        values["prefix_hit_tokens"] = 0 if prefix is None else prefix.num_hit_tokens
+        values["prefix_hits"] = 0 if prefix is None else prefix.num_hits
+        values["prefix_cached_blocks"] = 0 if prefix is None else prefix.num_cached_blocks
+        values["prefix_evictions"] = 0 if prefix is None else prefix.num_evictions
         for k, accepted in enumerate(self._accepted_per_position, start=1):
             values[f"accepted_at_{k}"] = int(accepted)
         return values

@@ -81,8 +81,9 @@ class DeepseekV4(StreamReader):
         h = self.embed_streams(token)
         taps = []
         for i, (block, where_rows_lie) in enumerate(zip(self.layers, layouts.trunk, strict=True)):
+            own = caches.layer(i)
 
-            def attention(attn: Attention, x: jax.Array, cache=caches.layer(i), here=where_rows_lie):
+            def attention(attn: Attention, x: jax.Array, cache=own, here=where_rows_lie):
                 return attn(x, rows, where, cache, here)
 
             with jax.named_scope(f"layer_{i}"):

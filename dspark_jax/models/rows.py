@@ -61,7 +61,7 @@ def entry_slots(rows_table: Int[Array, "N Pb"], entries: Int[Array, "N ..."], ra
     return jnp.where(entries >= 0, physical * per_block + safe % per_block, -1)
 
 
-def writable(slots: Int[Array, "..."], page_size: int) -> Int[Array, "..."]:
+def writable(slots: Int[Array, ...], page_size: int) -> Int[Array, ...]:
     """``slots`` with those in the null page turned to -1: what many requests read must not be written by one."""
     return jnp.where(slots >= page_size, slots, -1)
 

@@ -91,7 +91,8 @@ def split_plan(rows: int, width: int, *, max_chunks: int | None = None, capacity
 
 def hca_width(max_model_len: int) -> int:
     """Indexed keys of a ratio-128 layer at the longest context, rounded up to 128. Section 2.2."""
-    return -(-(-(-max_model_len // 128)) // 128) * 128
+    entries = -(-max_model_len // 128)
+    return -(-entries // 128) * 128
 
 
 def draft_window_width(window: int, num_drafts: int) -> int:

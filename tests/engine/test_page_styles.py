@@ -54,7 +54,9 @@ def test_strides_and_offsets():
     assert [x.entries.base_offset for x in packed.trunk[1:]] == [0, 37_440, 39_168]
     assert {x.entries.page_stride for x in packed.trunk[1:]} == {2 * 37_440 + 1728}
     assert [x.window.base_offset for x in packed.draft] == [0, 37_440, 74_880]
-    with pytest.raises(ConfigError, match="page_style 'contiguous' needs rows of 584 bytes: .*head_dim 512, .*and 128"):
+    with pytest.raises(
+        ConfigError, match=r"page_style 'contiguous' needs rows of 584 bytes: .*head_dim 512, .*and 128"
+    ):
         layouts("contiguous", head_dim=128)
 
 

@@ -574,8 +574,9 @@ def test_host_arrays_may_change_right_after_dispatch(gate, monkeypatch):
     gate.reset_prefix_cache()
     runner, batches = gate.runner, []
     for name in ("_decode_batch", "_prefill_batch"):
+        build = getattr(runner, name)
 
-        def keep(*args, build=getattr(runner, name)):
+        def keep(*args, build=build):
             batches.append(build(*args))
             return batches[-1]
 
