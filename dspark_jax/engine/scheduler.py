@@ -37,7 +37,8 @@ class Sequence:
     the anchor: it is sampled but not processed.
 
     ``num_cached`` tokens came from the prefix cache at admission: their pages are shared, and the drafter's rows before
-    ``first_valid`` were not restored. ``(slot, generation)`` names this stay in a slot.
+    ``first_valid`` were not restored. ``num_cached_prompt`` is ``num_cached`` of the first admission. ``(slot,
+    generation)`` names this stay in a slot.
     """
 
     request: Request
@@ -48,6 +49,7 @@ class Sequence:
     generation: int = 0
     num_dispatched: int = 0
     num_cached: int = 0
+    num_cached_prompt: int = 0
     first_valid: int = 0
     in_flight: int = 0
     awaiting_first: bool = False
@@ -212,7 +214,7 @@ class Scheduler:
             stop_token,
             num_drafted=drafted,
             num_accepted=accepted,
-            num_cached_tokens=sequence.num_cached,
+            num_cached_tokens=sequence.num_cached_prompt,
         )
 
     # -- admission and preemption -----------------------------------------------------------------------------------
@@ -239,6 +241,8 @@ class Scheduler:
         sequence.blocks, sequence.window = list(hit.blocks), dict(hit.tail)
         sequence.num_cached, sequence.first_valid = hit.num_tokens, hit.first_valid
         sequence.num_dispatched = max(0, hit.num_tokens - RECOMPUTED_TOKENS)
+        if not sequence.preemptions:
+            sequence.num_cached_prompt = hit.num_tokens
         sequence.registered = []
         node = hit.last
         while node is not None:

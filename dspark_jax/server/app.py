@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dspark_jax.engine.async_engine import AsyncEngine, EngineUnavailableError
-from dspark_jax.server import chat, completions
+from dspark_jax.server import chat, completions, metrics
 from dspark_jax.server.generation import Service, now, unavailable
 from dspark_jax.server.protocol import ApiError, bad_request, internal_error, validation_error
 from dspark_jax.text.encoding_strings import BUILT_IN_STRINGS, EncodingStrings
@@ -31,7 +31,8 @@ def create_app(
     max_choices: int = 16,
     max_body_bytes: int = 8 * 2**20,
 ) -> FastAPI:
-    """The OpenAI-compatible application: ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``, ``/health``.
+    """The OpenAI-compatible application: ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``, ``/health``,
+    ``/metrics``.
 
     ``model_name`` is the only model that clients may name; ``strings`` are its checkpoint's prompt texts.
     ``max_choices`` bounds ``n``; a body of more than ``max_body_bytes`` is refused. The application starts ``engine``
@@ -61,6 +62,11 @@ def create_app(
         """200 while requests can be served, otherwise 503 with the reason."""
         engine.check_health()
         return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        """The engine's counters for Prometheus. 503 while there is no engine to ask."""
+        return Response(metrics.render(await engine.counters()), media_type=metrics.CONTENT_TYPE)
 
     model = {"id": model_name, "object": "model", "created": service.started, "owned_by": "dspark-jax"}
     model["max_model_len"] = engine.max_model_len

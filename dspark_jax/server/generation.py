@@ -69,6 +69,8 @@ class Generation:
         self._index = {request.request_id: index for index, request in enumerate(requests)}
         self._assemblers = [OutputAssembler(service.tokenizer, request.sampling) for request in requests]
         self._num_prompt_tokens = num_prompt_tokens
+        # Of each prompt the first choice counts: the others find what it has just computed.
+        self._cached_tokens = {request.request_id: 0 for request in requests if request.choice == 0}
 
     @classmethod
     async def start(
@@ -127,6 +129,8 @@ class Generation:
                 case FinishReason.ABORT:
                     raise ApiError(503, update.error or "the request was aborted", code="aborted")
             index = self._index[update.request_id]
+            if update.request_id in self._cached_tokens:
+                self._cached_tokens[update.request_id] = update.num_cached_tokens
             piece = self._assemblers[index].push(update)
             if piece.finish_reason is not None:
                 self._stream.abort(update.request_id)  # at a stop string, which the engine knows nothing of
@@ -142,6 +146,7 @@ class Generation:
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self._num_prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
         }
 
 

@@ -8,6 +8,7 @@ import time
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from server_harness import live_server
 from small_models import small_config
 
@@ -67,6 +68,40 @@ def wait_idle(core, seconds=10):
 def test_models_and_health(client, url):
     assert [model.id for model in client.models.list()] == [MODEL]
     assert httpx.get(f"{url}/health").status_code == 200
+
+
+def scrape(url):
+    """Samples of ``/metrics`` by name, with the labels that they have."""
+    response = httpx.get(f"{url}/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    families = list(text_string_to_metric_families(response.text))
+    assert all(family.documentation for family in families)
+    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+
+def test_metrics_and_cached_tokens(client, url, core):
+    wait_idle(core)
+    before = scrape(url)
+    prompt = "All work and no play. " * 15
+    usages = [
+        client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, seed=1, extra_body={"ignore_eos": True})
+        for _ in range(2)
+    ]
+    cached = [usage.usage.prompt_tokens_details.cached_tokens for usage in usages]
+    assert cached == [0, 256]
+    assert usages[0].choices[0].text == usages[1].choices[0].text
+    wait_idle(core)
+    after = scrape(url)
+    grown = {key: value - before[key] for key, value in after.items()}
+    assert grown["dspark_jax_prefix_hits_total",] == 1
+    assert grown["dspark_jax_prefix_hit_tokens_total",] == 256
+    assert grown["dspark_jax_prefix_query_tokens_total",] == 2 * len(prompt)
+    assert grown["dspark_jax_generated_tokens_total",] == 16
+    assert after["dspark_jax_compiles_after_ready_total",] == 0
+    assert after["dspark_jax_compiled_programs",] == core[0].runner.num_programs > 0
+    assert after["dspark_jax_running",] == after["dspark_jax_waiting",] == after["dspark_jax_in_flight",] == 0
+    accepted = [after["dspark_jax_accepted_rounds_total", str(k)] for k in (1, 2, 3)]
+    assert accepted == sorted(accepted, reverse=True)
 
 
 def test_chat_whole_and_streamed(client):
