@@ -91,7 +91,7 @@ def test_number_of_drafts(k, draft, resolved):
     assert SpeculativeConfig(k).resolve(ModelConfig.from_hf(tiny_config_json(draft))) == resolved
 
 
-@pytest.mark.parametrize(("k", "draft"), [(1, "none"), (2, "mtp"), (6, "dspark")])
+@pytest.mark.parametrize(("k", "draft"), [(1, "none"), (2, "mtp"), (33, "dspark")])
 def test_too_many_drafts(k, draft):
     with pytest.raises(ConfigError, match="num_speculative_tokens must be"):
         SpeculativeConfig(k).resolve(ModelConfig.from_hf(tiny_config_json(draft)))
@@ -107,11 +107,54 @@ def test_too_many_drafts(k, draft):
         ({"max_num_batched_tokens": 5}, r"hold one verification of 1 \+ 5 rows, got 5"),
         ({"max_model_len": 10_000}, "at most max_position_embeddings 8192"),
         ({"num_blocks": 3}, "num_blocks must hold one request"),
+        ({"decode_row_capacity": 0}, "decode_row_capacity must be positive, got 0"),
+        ({"decode_row_capacity": 1.5}, "decode_row_capacity must be an integer"),
+        ({"decode_row_capacity": 47}, "decode_row_capacity 47 is smaller than the 48 rows that 8 requests"),
+        ({"decode_buckets": (4, 9)}, "decode_buckets must hold integers from 1 to 8"),
+        ({"prefill_buckets": (0,)}, "prefill_buckets must hold integers from 1 to 256"),
+        ({"page_style": "striped"}, "page_style must be one of"),
+        ({"num_prefix_tails": -1}, "num_prefix_tails must be a non-negative integer"),
+        ({"speculative": SpeculativeConfig(5, depth_schedule=((4, 6),))}, "at most num_speculative_tokens 5, got 6"),
+        (
+            {"max_num_batched_tokens": 40, "speculative": SpeculativeConfig(5, depth_schedule=((8, 5),))},
+            r"depth_schedule asks for 8 requests of 1 \+ 5 rows, .* max_num_batched_tokens 40",
+        ),
     ],
 )
 def test_bad_engine_fields_are_named(fields, message):
     with pytest.raises(ConfigError, match=message):
         StepShapes.create(ModelConfig.from_hf(tiny_config_json()), EngineConfig(**fields))
+
+
+@pytest.mark.parametrize("pairs", [(), ((4,),), ((4, 2), (2, 1)), ((0, 1),), ((4, -1),), ((4, 2.0),)])
+def test_bad_schedules(pairs):
+    with pytest.raises(ConfigError, match="depth_schedule must hold pairs"):
+        SpeculativeConfig(5, depth_schedule=pairs)
+
+
+def test_buckets_of_an_engine():
+    """The ladder ends at the capacity; a budget below it bounds the requests of a step; buckets can be named."""
+    model = ModelConfig.from_hf(tiny_config_json())
+
+    def shapes(**options):
+        made = StepShapes.create(model, EngineConfig(max_model_len=512, **options))
+        return made.capacity, [shape.rows for shape in made.decode], made.prefill
+
+    assert shapes(max_num_seqs=64, max_num_batched_tokens=2048) == (
+        384,
+        [6, 12, 24, 48, 96, 192, 384],
+        (64, 256, 1024, 2048),
+    )
+    assert shapes(max_num_seqs=43, max_num_batched_tokens=512)[:2] == (258, [6, 12, 24, 48, 96, 192, 258])
+    # 300 rows hold 50 requests of 6: the others take turns.
+    assert shapes(max_num_seqs=64, max_num_batched_tokens=300)[:2] == (300, [6, 12, 24, 48, 96, 192, 300])
+    assert shapes(max_num_seqs=64, max_num_batched_tokens=384, decode_buckets=(8,), prefill_buckets=(64,)) == (
+        384,
+        [48, 384],
+        (64, 384),
+    )
+    plain = shapes(max_num_seqs=4, speculative=SpeculativeConfig(0))
+    assert plain == (None, [1, 2, 4], (64, 256))
 
 
 def test_buckets():

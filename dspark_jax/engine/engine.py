@@ -36,6 +36,7 @@ class LLMEngine:
             eos_token_id=model.config.eos_token_id,
             same_next_token=model.config.draft_kind == "mtp",
         )
+        self._log_plan()
         self.capacities = DraftCapacities(self.scheduler.slots, self.shapes.num_drafts)
         self.runner = ModelRunner(model, config, self.shapes, self.capacities)
         self.runner.warm_up(progress)
@@ -120,6 +121,23 @@ class LLMEngine:
             self.scheduler.prefix.clear()
 
     # -- internals --------------------------------------------------------------------------------------------------
+    def _log_plan(self) -> None:
+        shapes, model = self.shapes, self.model_config
+        logger.info(
+            "verifications of %s rows at most; decode buckets %s; prefill buckets %s tokens; %d blocks of 256 tokens",
+            "any number of" if shapes.capacity is None else shapes.capacity,
+            ", ".join(f"{s.num_seqs} x (1+{s.num_drafts})" for s in shapes.decode),
+            ", ".join(map(str, shapes.prefill)),
+            shapes.num_blocks,
+        )
+        if model.draft_kind == "dspark" and shapes.num_drafts > model.dspark_block_size:
+            logger.warning(
+                "num_speculative_tokens %d is more than the block of %d that this drafter was trained with: the last "
+                "drafts are rarely accepted",
+                shapes.num_drafts,
+                model.dspark_block_size,
+            )
+
     def _request_seed(self, request: Request) -> int:
         """64 bits that key every random draw of the request: a function of its own seed and choice, or drawn anew."""
         seed = request.sampling.seed

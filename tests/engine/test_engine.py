@@ -7,6 +7,7 @@ import pytest
 from harness import greedy, idle, prompts, run
 
 from dspark_jax.engine.buckets import DecodeShape
+from dspark_jax.engine.plan import EnginePlan
 from dspark_jax.engine.request import FinishReason, Request, RequestError
 from dspark_jax.engine.runner import CompileAfterReadyError
 from dspark_jax.sampling_params import SamplingParams
@@ -121,6 +122,16 @@ def test_first_token_follows_the_target_law(engines):
     observed = np.append(observed[keep], observed[~keep].sum())
     expected = np.append(expected[keep], expected[~keep].sum())
     assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-4
+
+
+def test_the_plan_knows_the_bytes(engines):
+    """What ``dspark-jax plan`` says of parameters and caches is what the engine then holds, but for a few counters."""
+    engine = engines(None, **PRESSED)
+    plan = EnginePlan.create(engine.model_config, engine.config)
+    slots, k = engine.config.max_num_seqs, engine.shapes.num_drafts
+    counters = slots * 4 * (3 + 2 * k)  # anchor, position, number of drafts; drafts, confidences
+    assert engine.counters()["live_device_bytes"] == sum(plan.memory.values()) + counters
+    assert plan.shapes == engine.shapes
 
 
 def engine_model(engine):
