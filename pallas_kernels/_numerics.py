@@ -207,11 +207,19 @@ def map_row_tiles(function: Callable[..., Any], tile: int, *arrays: Any) -> Any:
 def product(x: Float[Array, "N K"], matrix: Float[Array, "O K"]) -> Float[Array, "N O"]:
     """float32 ``x @ matrix.T``.
 
-    A single row or column is padded to two: XLA turns its product into another routine, whose sums round differently
-    (and, for a single column, by the number of rows).
+    On a CPU a row's bits do not depend on the number of rows: operands are widened to float32 first (exactly), because
+    bfloat16 products of few rows run in another routine whose sums round differently; and for the same reason a single
+    row or column is padded to two. GPU libraries promise no such thing.
     """
     rows, columns = (jnp.pad(a, [(0, 1), (0, 0)]) if a.shape[0] == 1 else a for a in (x, matrix))
-    y = jax.lax.dot_general(
-        rows, columns, (((1,), (1,)), ((), ())), precision=HIGHEST, preferred_element_type=jnp.float32
-    )
+    y = jax.lax.platform_dependent(rows, columns, cpu=_product_float32, default=_product)
     return y[: x.shape[0], : matrix.shape[0]]
+
+
+def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    contract_last = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, matrix, contract_last, precision=HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _product_float32(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    return _product(x.astype(jnp.float32), matrix.astype(jnp.float32))

@@ -177,7 +177,7 @@ def _decode_shapes(engine: EngineConfig, k: int) -> tuple[DecodeShape, ...]:
                     f"depth_schedule asks for {min(end, largest)} requests of 1 + {depth} rows, which is more than "
                     f"max_num_batched_tokens {budget}"
                 )
-    ends = [end for end, _ in schedule.ranges if end < largest]
+    ends = [int(end) for end, _ in schedule.ranges if end < largest]
     buckets = engine.decode_buckets or ladder(largest)
     return tuple(
         DecodeShape(n, schedule.depth(n)) for n in sorted({*(b for b in buckets if b < largest), *ends, largest})

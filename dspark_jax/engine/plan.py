@@ -144,7 +144,7 @@ def _attention(
 ) -> Iterable[AttentionPlan]:
     """One plan for each kind of layer the model has, causal and (with a capacity) for draft queries."""
     indexed = {0: 0, 4: top_k, 128: hca_width(engine.max_model_len)}
-    windows = [("causal", model.sliding_window, None)]
+    windows: list[tuple[str, int, int | None]] = [("causal", model.sliding_window, None)]
     if shapes.capacity is not None:
         windows.append(("DSpark", draft_window_width(model.sliding_window, shapes.num_drafts), shapes.capacity))
     budget = engine.max_num_batched_tokens
