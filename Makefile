@@ -25,7 +25,7 @@ test: venv
 	$(BIN)/python -m pytest -m 'not gpu and not slow' -n 2 --dist loadfile $(ARGS)
 
 test-slow: venv
-	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
+	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 --dist loadfile $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

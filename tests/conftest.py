@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pathlib
 import re
+import shutil
+import tempfile
 import zlib
 
 # Before JAX is imported: tests run on the CPU (unless a GPU run asks otherwise) and two workers share two cores.
 if "DSPARK_TEST_GPU" not in os.environ:
     os.environ["JAX_PLATFORMS"] = "cpu"
+# The workers of one run compile each program once between them. Nothing is kept from run to run.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.mkdtemp(prefix="dspark-jax-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
 
 import numpy as np
 import pytest

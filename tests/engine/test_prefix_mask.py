@@ -16,11 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_jax.cache.allocator import WINDOW_PAGE_TOKENS
+from dspark_jax.cache.allocator import WINDOW_PAGE_TOKENS, SlotPool
+from dspark_jax.config import EngineConfig
+from dspark_jax.engine.buckets import StepShapes
 from dspark_jax.engine.request import Request
+from dspark_jax.engine.runner import ModelRunner
 from dspark_jax.engine.scheduler import Sequence
 from dspark_jax.models.rows import trailing_window
 from dspark_jax.sampling_params import SamplingParams
+from dspark_jax.spec_decode.staging import DraftCapacities
 from dspark_jax.testing import Session
 
 BLOCK = 16
@@ -45,9 +49,12 @@ def shift_row(row, shift, length, block=BLOCK):
     return jnp.where(index < -(-length // block), moved, row)
 
 
+listing = jax.jit(trailing_window, static_argnums=2)
+
+
 def seen(table, end, window, first, block=WINDOW_PAGE_TOKENS):
     """The slots that rows ending before ``end`` list, per request."""
-    slots, counts = trailing_window(jnp.asarray(table), jnp.asarray(end), window, jnp.asarray(first))
+    slots, counts = listing(jnp.asarray(table), jnp.asarray(end), window, jnp.asarray(first))
     return [np.asarray(s)[:n].tolist() for s, n in zip(slots, np.asarray(counts), strict=True)]
 
 
@@ -79,7 +86,7 @@ def test_a_partial_block_is_hidden_to_the_token():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 7), st.integers(1, 511), st.integers(1, 512))
+@given(st.integers(0, 7), st.integers(1, 511), st.sampled_from([1, 32, 128, 200, 512]))
 def test_shifting_and_masking_see_the_same_slots(shift, end, window):
     block, table = WINDOW_PAGE_TOKENS, np.arange(8, dtype=np.int32) + 1
     end = max(end, shift * block)
@@ -89,8 +96,10 @@ def test_shifting_and_masking_see_the_same_slots(shift, end, window):
 
 
 @pytest.mark.contract("PM-3")
-def test_the_mask_follows_the_request_not_the_batch_order(engines):
-    runner = engines(0, max_num_seqs=4, num_blocks=5).runner
+def test_the_mask_follows_the_request_not_the_batch_order(models):
+    model, engine = models("dspark"), EngineConfig(max_num_seqs=4, max_model_len=512)
+    shapes = StepShapes.create(model.config, engine)
+    runner = ModelRunner(model, engine, shapes, DraftCapacities(SlotPool(4), 3), allocate=False)
     sequences = []
     for slot in (3, 2, 1, 0):  # i cached blocks in slot i
         sequence = Sequence(Request(str(slot), (9,), SamplingParams()), 0, [9], slot=slot, first_valid=slot * BLOCK)

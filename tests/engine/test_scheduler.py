@@ -135,6 +135,9 @@ class Device:
                 assert chunk.anchor in (-1, self.token(s, end))
         for s in step.decodes:
             true = self.position[s.slot]
+            if true == MAX_LEN:  # the step before reached the limit, which the host does not know yet
+                results.append((s, [-1], 0))
+                continue
             end = min(true + 1 + k, MAX_LEN)
             accepted = int(self.rng.integers(0, end - true))
             self.compute(s, true, true + 1 + accepted)

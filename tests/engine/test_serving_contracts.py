@@ -395,8 +395,27 @@ def test_a_capacity_limits_what_is_verified(gate):
 SCHEDULE = {"max_num_seqs": 6, "decode_buckets": (6,), "prefill_buckets": (64,)}
 
 
+@pytest.mark.contract("SW-5")
+def test_drafts_of_a_deeper_step_are_never_verified(gate):
+    """The step before drafted 2 tokens, the one before that 5: whatever columns 2 to 4 hold has no effect."""
+    step = decoding(gate, prompts(np.random.default_rng(17), 4, 20))
+    state = gate.runner.snapshot()
+    results = []
+    for stale in (9, 200):
+        drafts = state.drafts.copy()
+        drafts[[s.slot for s in step.decodes], 2:] = stale
+        shallow = dataclasses.replace(state, drafts=drafts, num_drafts=np.full_like(state.num_drafts, 2))
+        results.append(launch(gate.runner, shallow, step.decodes, SMALL))
+    assert_equal(results[0], results[1])
+    assert results[0][1].num_verified.tolist() == [2] * 4
+    # The next step verifies all five of what was drafted now.
+    _, output = launch(gate.runner, results[0][0], step.decodes, SMALL)
+    assert output.num_verified.tolist() == [5] * 4
+
+
+@pytest.mark.slow
 @pytest.mark.contract("SW-5", "Z-2")
-def test_drafts_of_a_deeper_step_are_never_verified(models, engines):
+def test_depth_follows_the_schedule_step_by_step(models, engines):
     """Depth 5, 2 and 0 by the number of running requests: no step verifies more than the one before it drafted, and
     whatever the depth, the tokens are those of plain decoding."""
     speculative = SpeculativeConfig(K, depth_schedule=((2, 5), (4, 2), (6, 0)))

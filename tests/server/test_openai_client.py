@@ -29,7 +29,7 @@ LONG = {"max_tokens": 40, "seed": 3, "extra_body": {"ignore_eos": True}}
 def core(tmp_path_factory):
     path = build_checkpoint(tmp_path_factory.mktemp("served"), small_config(), seed=1)
     write_byte_tokenizer(path, 320)
-    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512)
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512, decode_buckets=(4,))
     return build_engine(path, config, progress=False)
 
 
