@@ -28,8 +28,9 @@ BLOCK = 64  # channels of one column block: one scale of the stored format
 HEADS = 64  # rows of a wgmma
 WIDTH = 512
 BLOCKS = WIDTH // BLOCK
-# Blocks in the order in which both MMA warpgroups free them: 0 and 4 are the first that they finish, and so on.
-ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+# Blocks come and go in pairs: the MMA warpgroups finish blocks s and s + 4 together.
+STAGES = BLOCKS // 2
+ORDER = tuple(b for stage in range(STAGES) for b in (stage, stage + STAGES))
 LOG2E = math.log2(math.e)
 # Adding this rounds a base-2 logit to a multiple of 2**-14: then subtracting an integer maximum is exact.
 GRID = 768.0
@@ -125,8 +126,43 @@ def _values(array: Any) -> list[Any]:
     return out
 
 
-# A thread of the gathering warpgroup reads quarter `thread % 4` of the keys `thread / 4 + 32 i`, i = 0..3, of a chunk.
-_KEYS = 4
+# A thread of the gathering warpgroup reads quarter `thread % 4` of the keys `thread / 4 + 32 i`, i = 0, 1, of a tile.
+_KEYS = 2
+
+
+def _fence() -> None:
+    """Orders what other threads wrote to shared memory before this thread's tensor-core reads.
+
+    The reader fences, not the writer: the compiler adds a memory barrier that would wait for the writer's prefetches.
+    """
+
+    @plgpu.inline_mgpu(return_type=())
+    def code(_: Any) -> tuple[()]:
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), [], "fence.proxy.async.shared::cta;", "", has_side_effects=True
+        )
+        return ()
+
+    code()
+
+
+def _opaque_zero() -> jax.Array:
+    """0, in a way that the compiler cannot see.
+
+    Addresses that contain it are computed where they are used. Otherwise those of every operand of every tensor-core
+    instruction are taken out of the loop, and there are more of them than registers.
+    """
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())))
+    def code(_: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        zero = arith.constant(i32, ir.IntegerAttr.get(i32, 0))
+        out = llvm.inline_asm(
+            i32, [zero], "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", has_side_effects=True
+        )
+        return mgpu.FragmentedArray.splat(out, (), is_signed=True)
+
+    return code()
 
 
 def _scalars(count: int) -> tuple[Any, ...]:
@@ -144,19 +180,19 @@ class _Gather:
         t = _Lane()
         return values[0] if len(values) == 1 else arith.select(t.ge(group, t.c(1)), values[1], values[0])
 
-    def slots(self, lists: Sequence[Any], group: Any, chunk: Any, row: Any, limit: Any) -> jax.Array:
-        """Slots of this thread's keys of a chunk of a group's list; -1 from ``limit`` on."""
+    def slots(self, lists: Sequence[Any], group: Any, tile: Any, row: Any, limit: Any) -> jax.Array:
+        """Slots of this thread's keys of a tile of a group's list; -1 from ``limit`` on."""
 
         @plgpu.inline_mgpu(
             arg_types=((plgpu.RefType(),) * len(lists), *_scalars(4)),
             return_type=plgpu.ShapeDtypeStruct((_KEYS * 128,), jnp.int32, layout=_strided(_KEYS * 128, 1)),
         )
-        def code(_: Any, lists: Any, group: Any, chunk: Any, row: Any, limit: Any) -> Any:
+        def code(_: Any, lists: Any, group: Any, tile: Any, row: Any, limit: Any) -> Any:
             t = _Lane()
-            group, chunk, row, limit = map(t.scalar, (group, chunk, row, limit))
+            group, tile, row, limit = map(t.scalar, (group, tile, row, limit))
             table = self._pick(group, [t.pointer(x) for x in lists])
             width = self._pick(group, [t.c(w) for w in self.widths])
-            start = arith.addi(arith.muli(chunk, t.c(CHUNK)), arith.shrui(t.thread, t.c(2)))
+            start = arith.addi(arith.muli(tile, t.c(TILE)), arith.shrui(t.thread, t.c(2)))
             out = []
             for i in range(_KEYS):
                 entry = arith.addi(start, t.c(32 * i))
@@ -166,7 +202,7 @@ class _Gather:
                 out.append(arith.select(inside, slot, t.c(-1)))
             return _fragment(out, 1)
 
-        return code(tuple(lists), group, chunk, row, limit)
+        return code(tuple(lists), group, tile, row, limit)
 
     def find(self, caches: Sequence[Any], group: Any, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Places of rows (in 16-byte units; -1 for no key) and their scale words. Asks the L2 cache for the rows."""
@@ -190,14 +226,16 @@ class _Gather:
                 places = [_address(t, layout, slot) for layout in self.layouts]
                 unit, scale = (self._pick(group, values) for values in zip(*places, strict=True))
                 words += t.load(arith.addi(cache, arith.muli(t.wide(scale), t.c64(SCALE_BYTES))), 2, live)
-                t.asm(
-                    f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p cp.async.bulk.prefetch.L2.global [$0], {DATA_BYTES}; }}",
-                    [
-                        arith.addi(cache, arith.muli(t.wide(unit), t.c64(16))),
-                        arith.extui(t.i32, arith.andi(live, first)),
-                    ],
-                    "l,r",
+                # Five lines hold any row: four threads ask for one each, the first for the fifth.
+                line = arith.addi(
+                    arith.addi(cache, arith.muli(t.wide(unit), t.c64(16))), t.wide(arith.muli(quarter, t.c(128)))
                 )
+                for ok, offset in ((live, 0), (arith.andi(live, first), DATA_BYTES - 1)):
+                    t.asm(
+                        f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0+{offset}]; }}",
+                        [line, arith.extui(t.i32, ok)],
+                        "l,r",
+                    )
                 units.append(arith.select(live, unit, t.c(-1)))
             return _fragment(units, 1), _fragment(words, 2)
 
@@ -227,18 +265,20 @@ class _Gather:
 
         return code(tuple(caches), group, units)
 
-    def store(self, keys: Any, transforms: Any, block: int, data: jax.Array, scales: jax.Array) -> None:
+    def store(self, keys: Any, transforms: Any, tile: Any, block: int, data: jax.Array, scales: jax.Array) -> None:
         """Dequantises a column block to bfloat16 in the swizzled tiles that the tensor cores read."""
         rotary = block == BLOCKS - 1
         words = _KEYS * (2 if rotary else 1) * 4 * 128
 
         @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(transforms), _strided(words, 4), _strided(_KEYS * 256, 2)), return_type=()
+            arg_types=(plgpu.RefType(transforms), *_scalars(1), _strided(words, 4), _strided(_KEYS * 256, 2)),
+            return_type=(),
         )
-        def code(_: Any, keys: Any, data: Any, scales: Any) -> tuple[()]:
+        def code(_: Any, keys: Any, tile: Any, data: Any, scales: Any) -> tuple[()]:
             t = _Lane()
+            start = arith.addi(arith.muli(t.scalar(tile), t.c(BLOCKS * TILE * BLOCK * 2)), t.c(block * TILE * BLOCK * 2))
             quarter, line = arith.andi(t.thread, t.c(3)), arith.shrui(t.thread, t.c(2))
-            base = arith.addi(t.shared(keys), arith.addi(arith.muli(line, t.c(128)), t.c(block * 8192)))
+            base = arith.addi(t.shared(keys), arith.addi(arith.muli(line, t.c(BLOCK * 2)), start))
             swizzle = arith.andi(line, t.c(7))
             # Two 16-byte units of a 128-byte line: 2 * quarter and the next.
             places = []
@@ -247,7 +287,7 @@ class _Gather:
                 places.append(arith.addi(base, arith.muli(column, t.c(16))))
             data, scales = _values(data), _values(scales)
             for i in range(_KEYS):
-                offset = (i // 2) * 65536 + (i % 2) * 32 * 128
+                offset = i * 32 * 128
                 if rotary:
                     halves = data[8 * i : 8 * i + 4], data[8 * i + 4 : 8 * i + 8]
                 else:
@@ -256,20 +296,20 @@ class _Gather:
                     halves = values[:4], values[4:]
                 for place, half in zip(places, halves, strict=True):
                     t.asm(f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", [place, *half], "r,r,r,r,r")
-            t.asm("fence.proxy.async.shared::cta;", [], "")
             return ()
 
-        code(keys, data, scales)
+        code(keys, tile, data, scales)
 
-    def mask(self, bias: Any, units: jax.Array) -> None:
+    def mask(self, bias: Any, tile: Any, units: jax.Array) -> None:
         """Writes what is added to a key's logit: 0, or minus infinity where there is no key."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _strided(_KEYS * 128, 1)), return_type=())
-        def code(_: Any, bias: Any, units: Any) -> tuple[()]:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *_scalars(1), _strided(_KEYS * 128, 1)), return_type=())
+        def code(_: Any, bias: Any, tile: Any, units: Any) -> tuple[()]:
             t = _Lane()
+            start = arith.muli(t.scalar(tile), t.c(TILE * 4))
             first = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(t.thread, t.c(3)), t.c(0))
             line = arith.shrui(t.thread, t.c(2))
-            place = arith.addi(t.shared(bias), arith.muli(line, t.c(4)))
+            place = arith.addi(t.shared(bias), arith.addi(arith.muli(line, t.c(4)), start))
             for i, unit in enumerate(_values(units)):
                 value = arith.select(t.ge(unit, t.c(0)), t.c(0), t.c(-0x800000))
                 t.asm(
@@ -279,7 +319,7 @@ class _Gather:
                 )
             return ()
 
-        code(bias, units)
+        code(bias, tile, units)
 
 
 def _scale_pair(t: _Lane, word: Any, byte: int) -> Any:
@@ -344,7 +384,8 @@ def attend(
     sm_scale: float,
     *,
     num_ctas: int = 132,
-    regs: tuple[int, int] = (208, 88),
+    regs: tuple[int, int] = (200, 56),
+    ahead: int = 1,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     rows, heads, width = q.shape
@@ -369,6 +410,9 @@ def attend(
     logit_scale = sm_scale * LOG2E
     sink = jnp.pad(attn_sink.astype(jnp.float32) * LOG2E, (0, head_blocks * HEADS - heads)).reshape(head_blocks, HEADS)
 
+    opaque_zero = (lambda: jnp.int32(0)) if interpret else _opaque_zero
+    fence = (lambda: None) if interpret else _fence
+
     def kernel(*refs: Any) -> None:
         q_g, sink_g, *rest = refs
         caches_g, slots_g, lengths_g, rest = rest[:n], rest[n : 2 * n], rest[2 * n : 3 * n], rest[3 * n :]
@@ -390,12 +434,14 @@ def attend(
                     jnp.where(second, limits[1], limits[0]),
                 )
 
-            return row, item % head_blocks, sum(counts[1:], first), locate
+            # A row without keys has one chunk of nothing, so that every item goes the same way.
+            return row, item % head_blocks, jnp.maximum(sum(counts[1:], first), 1), locate
 
         def consume() -> None:
             plgpu.set_max_registers(regs[0], action="increase")
             for b in range(4):
-                plgpu.barrier_arrive(k_empty.at[wg * 4 + b])
+                for i in range(2):
+                    plgpu.barrier_arrive(k_empty.at[i * STAGES + b])
             plgpu.barrier_arrive(q_empty)
 
             @pl.loop(cta, items, step=num_ctas)
@@ -403,13 +449,16 @@ def attend(
                 row, block, count, _ = plan(item)
                 plgpu.barrier_wait(q_full)
 
-                def chunk(_: jax.Array, carry: Any) -> Any:
+                def chunk(at: jax.Array, carry: Any) -> Any:
                     acc, top, total = carry
 
                     def scores(ref: Any) -> jax.Array:
-                        for b in ORDER:
-                            plgpu.barrier_wait(k_full.at[b])
-                            plgpu.wgmma(ref, q_s.at[b], k_s.at[wg, b].transpose((1, 0)))
+                        for stage in range(STAGES):
+                            z = opaque_zero()
+                            plgpu.barrier_wait(k_full.at[wg * STAGES + stage + z])
+                            fence()
+                            for b in (stage, stage + STAGES):
+                                plgpu.wgmma(ref, q_s.at[b + z], k_s.at[wg + z, b].transpose((1, 0)))
                         return ref[...]
 
                     s = pl.run_scoped(scores, plgpu.ACC((HEADS, TILE), jnp.float32))
@@ -422,30 +471,33 @@ def attend(
                     f_s[2 + wg] = own
                     plgpu.barrier_arrive(meet)
                     plgpu.barrier_wait(meet)
+                    fence()  # this warpgroup did not wait for the other tile itself
                     tops = [plgpu.load(f_s.at[2 + i], layout=_ROW, optimized=False) for i in range(2)]
                     new = jnp.maximum(top, jnp.maximum(*tops))
-                    total = total * jnp.exp2(top - new) + p.sum(axis=1) * jnp.exp2(own - new)
-                    weights = []
+                    keep = jnp.exp2(top - new)
+                    total = total * keep + p.sum(axis=1) * jnp.exp2(own - new)
                     for i in range(2):
                         w = plgpu.load(p_s.at[i], layout=_W)
                         w = w * _across(jnp.exp2(tops[i] - new).astype(jnp.bfloat16), w)
                         if interpret:  # the interpreter takes no operand from registers
-                            a_s[0][wg, i] = w
-                            w = a_s[0].at[wg, i]
-                        weights.append(w)
-                    keep = jnp.exp2(top - new)
-                    out = []
-                    for b in range(4):
+                            a_s[0][wg] = w
+                            w = a_s[0].at[wg]
+                        out = []
+                        for b in range(4):
 
-                        def values(ref: Any, b: int = b) -> jax.Array:
-                            for i in range(2):
-                                plgpu.wgmma(ref, weights[i], k_s.at[i, wg * 4 + b])
-                            return ref[...]
+                            def values(ref: Any, i: int = i, b: int = b, w: Any = w) -> jax.Array:
+                                plgpu.wgmma(ref, w, k_s.at[i, (wg + opaque_zero()) * 4 + b])
+                                return ref[...]
 
-                        new_part = pl.run_scoped(values, plgpu.ACC((HEADS, BLOCK), jnp.float32))
-                        plgpu.barrier_arrive(k_empty.at[wg * 4 + b])
-                        out.append(acc[b] * _across(keep, acc[b]) + new_part)
-                    return tuple(out), new, total
+                            part_sum = pl.run_scoped(values, plgpu.ACC((HEADS, BLOCK), jnp.float32))
+                            # The last chunk's second tile takes the output before it is free.
+                            if i:
+                                pl.when(at + 1 < count)(lambda b=b: plgpu.barrier_arrive(k_empty.at[STAGES + b]))
+                            else:
+                                plgpu.barrier_arrive(k_empty.at[b])
+                            out.append((acc[b] if i else acc[b] * _across(keep, acc[b])) + part_sum)
+                        acc = out
+                    return tuple(acc), new, total
 
                 zero = tuple(_full(0.0, (HEADS, BLOCK), _W) for _ in range(4))
                 acc, top, total = lax.fori_loop(
@@ -469,74 +521,90 @@ def attend(
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(f_s.at[6], lse_g.at[row, block])
 
-                # The weights' tile was read for the last time before the warpgroups met: it takes the output now.
                 for b in range(4):
-                    p_s[wg] = (acc[b] * _across(factor, acc[b])).astype(jnp.bfloat16)
-                    plgpu.commit_smem()
+                    k_s[1, wg * 4 + b] = (acc[b] * _across(factor, acc[b])).astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                for b in range(4):
                     plgpu.copy_smem_to_gmem(
-                        p_s.at[wg, pl.ds(0, part)],
-                        out_g.at[row, pl.ds(block * HEADS, part), pl.ds(wg * 256 + b * BLOCK, BLOCK)],
+                        k_s.at[1, wg * 4 + b, pl.ds(0, part)],
+                        out_g.at[row, pl.ds(block * HEADS, part), pl.ds((wg * 4 + b) * BLOCK, BLOCK)],
                     )
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for b in range(4):
+                    plgpu.barrier_arrive(k_empty.at[STAGES + b])
 
             plgpu.wait_smem_to_gmem(0)
 
         def produce() -> None:
             plgpu.set_max_registers(regs[1], action="decrease")
+            tile = wg - 2
 
             @pl.loop(cta, items, step=num_ctas)
             def _(item: jax.Array) -> None:
                 row, block, count, locate = plan(item)
-                plgpu.barrier_wait(q_empty)
-                for b in range(BLOCKS):
-                    plgpu.copy_gmem_to_smem(
-                        q_g.at[row, pl.ds(block * HEADS, part), pl.ds(b * BLOCK, BLOCK)],
-                        q_s.at[b, pl.ds(0, part)],
-                        q_full,
-                    )
-                if interpret:
-                    _gather_in_interpreter(row, count, locate)
-                else:
-                    _gather(row, count, locate)
+
+                def load_queries() -> None:
+                    @pl.when(wg == 2)
+                    def _() -> None:
+                        plgpu.barrier_wait(q_empty)
+                        for b in range(BLOCKS):
+                            plgpu.copy_gmem_to_smem(
+                                q_g.at[row, pl.ds(block * HEADS, part), pl.ds(b * BLOCK, BLOCK)],
+                                q_s.at[b, pl.ds(0, part)],
+                                q_full,
+                            )
+
+                (_gather_in_interpreter if interpret else _gather)(row, count, locate, tile, load_queries)
 
             # Every arrival is waited for once.
-            plgpu.barrier_wait(q_empty)
-            for b in range(BLOCKS):
-                plgpu.barrier_wait(k_empty.at[b])
+            @pl.when(wg == 2)
+            def _() -> None:
+                plgpu.barrier_wait(q_empty)
 
-        def _gather(row: jax.Array, count: jax.Array, locate: Any) -> None:
+            for b in range(STAGES):
+                plgpu.barrier_wait(k_empty.at[tile * STAGES + b])
+
+        def _gather(row: jax.Array, count: jax.Array, locate: Any, tile: jax.Array, load_queries: Any) -> None:
             def fetch(i: jax.Array) -> jax.Array:
                 group, chunk, limit = locate(i)
-                return gatherer.slots(slots_g, group, chunk, row, jnp.where(i < count, limit, 0))
+                return gatherer.slots(slots_g, group, 2 * chunk + tile, row, jnp.where(i < count, limit, 0))
 
             def find(i: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
                 return gatherer.find(caches_g, locate(i)[0], slots)
 
-            def load(i: jax.Array, units: jax.Array, block: int) -> jax.Array:
-                return gatherer.load(caches_g, locate(i)[0], units, block)
+            def load(i: jax.Array, units: jax.Array, at: int) -> jax.Array:
+                return gatherer.load(caches_g, locate(i)[0], units, ORDER[at])
 
             def chunk(i: jax.Array, carry: Any) -> Any:
-                slots, units, scales, data = carry
+                slots, units, scales, *data = carry
                 next_units, next_scales = find(i + 1, slots)
                 slots = fetch(i + 2)
-                for at, block in enumerate(ORDER):
-                    if at + 1 < BLOCKS:
-                        next_data = load(i, units, ORDER[at + 1])
+                for at, b in enumerate(ORDER):
+                    if at + ahead < BLOCKS:
+                        data.append(load(i, units, at + ahead))
                     else:
-                        next_data = load(i + 1, next_units, ORDER[0])
-                    plgpu.barrier_wait(k_empty.at[block])
+                        data.append(load(i + 1, next_units, at + ahead - BLOCKS))
+                    if at % 2 == 0:
+                        plgpu.barrier_wait(k_empty.at[tile * STAGES + at // 2])
                     if at == 0:
-                        gatherer.mask(f_s, units)
-                    gatherer.store(k_s, transforms, block, data, scales)
-                    plgpu.barrier_arrive(k_full.at[block])
-                    data = next_data
-                return slots, next_units, next_scales, data
+                        gatherer.mask(f_s, tile, units)
+                    gatherer.store(k_s, transforms, tile, b, data.pop(0), scales)
+                    if at % 2:
+                        plgpu.barrier_arrive(k_full.at[tile * STAGES + at // 2])
+                return slots, next_units, next_scales, *data
 
             zero = jnp.int32(0)
             units, scales = find(zero, fetch(zero))
-            lax.fori_loop(0, count, chunk, (fetch(zero + 1), units, scales, load(zero, units, ORDER[0])))
+            data = [load(zero, units, at) for at in range(ahead)]
+            slots = fetch(zero + 1)
+            load_queries()
+            lax.fori_loop(0, count, chunk, (slots, units, scales, *data))
 
-        def _gather_in_interpreter(row: jax.Array, count: jax.Array, locate: Any) -> None:
+        def _gather_in_interpreter(
+            row: jax.Array, count: jax.Array, locate: Any, tile: jax.Array, load_queries: Any
+        ) -> None:
+            load_queries()
+
             @pl.loop(0, count)
             def _(i: jax.Array) -> None:
                 group, chunk, limit = locate(i)
@@ -550,15 +618,15 @@ def attend(
                 key, ok = keys[0], live[0]
                 if n > 1:
                     key, ok = jnp.where(group > 0, keys[1], key), jnp.where(group > 0, live[1], ok)
-                key = key.reshape(2, TILE, BLOCKS, BLOCK)
-                for at, block in enumerate(ORDER):
-                    plgpu.barrier_wait(k_empty.at[block])
-                    if at == 0:
-                        for tile in range(2):
-                            f_s[tile] = jnp.where(ok[tile * TILE : (tile + 1) * TILE], 0.0, -jnp.inf)
-                    for tile in range(2):
-                        k_s[tile, block] = key[tile, :, block]
-                    plgpu.barrier_arrive(k_full.at[block])
+                key = lax.dynamic_index_in_dim(key.reshape(2, TILE, BLOCKS, BLOCK), tile, keepdims=False)
+                ok = lax.dynamic_index_in_dim(ok.reshape(2, TILE), tile, keepdims=False)
+                for stage in range(STAGES):
+                    plgpu.barrier_wait(k_empty.at[tile * STAGES + stage])
+                    if stage == 0:
+                        f_s[tile] = jnp.where(ok, 0.0, -jnp.inf)
+                    for b in (stage, stage + STAGES):
+                        k_s[tile, b] = key[:, b]
+                    plgpu.barrier_arrive(k_full.at[tile * STAGES + stage])
 
         lax.cond(wg < 2, consume, produce)
 
@@ -572,7 +640,7 @@ def attend(
         out_type=out_types,
         grid=(num_ctas,),
         grid_names=("cta",),
-        num_threads=3,
+        num_threads=4,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -584,10 +652,10 @@ def attend(
             plgpu.SMEM((8, 64), jnp.float32),
             plgpu.Barrier(num_arrivals=BLOCKS),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=1, num_barriers=BLOCKS),
-            plgpu.Barrier(num_arrivals=1, num_barriers=BLOCKS),
+            plgpu.Barrier(num_arrivals=1, num_barriers=2 * STAGES),
+            plgpu.Barrier(num_arrivals=2, num_barriers=2 * STAGES),
             plgpu.Barrier(num_arrivals=2),
-            *([tile((2, 2, HEADS, TILE))] if interpret else []),
+            *([tile((2, HEADS, TILE))] if interpret else []),
         ],
         **({"interpret": plgpu.InterpretGPUParams(detect_races=True)} if interpret else {}),
     )(q, sink, *caches, *slots, *lengths)
