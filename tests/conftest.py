@@ -13,6 +13,8 @@ import zlib
 # Before JAX is imported: tests run on the CPU (unless a GPU run asks otherwise) and two workers share two cores.
 if "DSPARK_TEST_GPU" not in os.environ:
     os.environ["JAX_PLATFORMS"] = "cpu"
+# Pallas' GPU interpreter blocks a thread of XLA's pool for each of the kernel's threads; with one per core it hangs.
+os.environ.setdefault("NPROC", "16")
 # The workers of one run compile each program once between them. Nothing is kept from run to run.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _compiled = tempfile.mkdtemp(prefix="dspark-jax-tests-")
