@@ -40,6 +40,8 @@ def engines(models):
         key = k, draft, precision, dtype, draft_sampling, tuple(sorted(sizes.items()))
         if key not in made:
             options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 512, **sizes}
+            # One verification shape unless asked: each further one is seconds of compiling.
+            options.setdefault("decode_buckets", (options["max_num_seqs"],))
             config = EngineConfig(precision=precision, dtype=dtype, speculative=SpeculativeConfig(k), **options)
             made[key] = LLMEngine(models(draft, precision, dtype), config, progress=False)
         engine = made[key]

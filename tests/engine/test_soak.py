@@ -106,5 +106,5 @@ def test_2000_random_requests(engines):
     assert check_soak(engines, 2000, max_num_seqs=8, num_blocks=6) > 2000 / 50
 
 
-def test_100_random_requests(engines):
-    check_soak(engines, 100, max_num_seqs=4, num_blocks=5)
+def test_50_random_requests(engines):
+    check_soak(engines, 50, max_num_seqs=4, num_blocks=5)
