@@ -2,8 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import jax
+
+# What `dispatch` chose, by operation: names of implementations, each with the reasons of those before it.
+_choices: dict[str, dict[str, str]] = {}
+
+
+def choices() -> dict[str, dict[str, str]]:
+    """The implementations that each operation got in this process so far, with the reasons why others did not take
+    the case (empty where the first one did)."""
+    return {op: dict(found) for op, found in sorted(_choices.items())}
+
+
+def on_hopper(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, or ``NotImplementedError`` where the default device is no GPU of compute capability 9.0."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        device = jax.devices()[0]
+        capability = getattr(device, "compute_capability", None)
+        if device.platform != "gpu" or str(capability) != "9.0":
+            got = device.platform + (f" {capability}" if capability else "")
+            raise NotImplementedError(f"needs a GPU of compute capability 9.0, got {got}")
+        return function(*args, **kwargs)
+
+    return guarded
 
 
 def dispatch(
@@ -23,7 +50,9 @@ def dispatch(
     reasons = []
     for name, function in implementations.items():
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            _choices.setdefault(op, {})[name] = "; ".join(reasons)
+            return result
         except NotImplementedError as error:
             reasons.append(f"{name}: {error}")
     raise NotImplementedError(f"{op}: no implementation takes this case: {'; '.join(reasons)}")

@@ -99,8 +99,9 @@ def _each_part(heads: int, block: jax.Array, do: Callable[[int], None]) -> None:
 def attend(
     q: jax.Array,
     groups: Sequence[KeyGroup],
-    attn_sink: jax.Array,
+    attn_sink: jax.Array | None,
     sm_scale: float,
+    out_dtype: jnp.dtype | None = None,
     *,
     num_ctas: int = 132,
     regs: tuple[int, int] = (192, 64),
@@ -116,6 +117,10 @@ def attend(
     rows, heads, width = q.shape
     if q.dtype != jnp.bfloat16 or width != WIDTH:
         raise NotImplementedError(f"expected bfloat16 queries of width {WIDTH}, got {q.dtype} and {width}")
+    if out_dtype not in (None, jnp.bfloat16):
+        raise NotImplementedError(f"expected bfloat16 outputs, got {out_dtype}")
+    if attn_sink is None:
+        attn_sink = jnp.full(heads, -jnp.inf)
     if heads % 8:
         raise NotImplementedError(f"expected a multiple of 8 heads, got {heads}")
     if any(not isinstance(layout, PageLayout) for _, layout, _, _ in groups):
@@ -132,7 +137,7 @@ def attend(
     head_blocks = -(-heads // HEADS)
     cells = rows * head_blocks
     if split is None:
-        split = 1 < chunks and cells * chunks <= num_ctas
+        split = chunks > 1 and cells * chunks <= num_ctas
     items = cells * chunks if split else cells
     num_ctas = min(num_ctas, items)
     gatherer = Gather(tuple(layouts), widths)
@@ -416,7 +421,8 @@ def attend(
         **options,
     )(q, sink, *caches, *slots, *lengths)
     if split:
-        results = _combine(*results, sink, out_type, lse_type, chunks, options)
+        sums, tops, totals = results
+        results = _combine(sums, tops, totals, sink, out_type, lse_type, chunks, options)
     out, lse = results
     return out, lse.reshape(rows, -1)[:, :heads]
 

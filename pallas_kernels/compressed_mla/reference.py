@@ -18,19 +18,25 @@ KeyGroup = tuple[jax.Array, Layout, jax.Array, jax.Array]
 
 
 def attend(
-    q: jax.Array, groups: Sequence[KeyGroup], attn_sink: jax.Array, sm_scale: float
+    q: jax.Array,
+    groups: Sequence[KeyGroup],
+    attn_sink: jax.Array | None,
+    sm_scale: float,
+    out_dtype: jnp.dtype | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    sink = attn_sink.astype(jnp.float32)
+    sink = jnp.full(q.shape[1], -jnp.inf) if attn_sink is None else attn_sink.astype(jnp.float32)
 
     def tile(q: jax.Array, *lists: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys, live = [], []
         for (cache, layout, _, _), slots, lengths in zip(groups, lists[::2], lists[1::2], strict=True):
-            live.append((jnp.arange(slots.shape[1]) < lengths[:, None]) & (slots >= 0))
+            inside = (slots >= 0) & (slots < layout.num_slots)
+            live.append((jnp.arange(slots.shape[1]) < lengths[:, None]) & inside)
             keys.append(gather(cache, layout, jnp.where(live[-1], slots, -1)))
         key, mask = jnp.concatenate(keys, axis=1).astype(q.dtype), jnp.concatenate(live, axis=1)[:, None]
         logits = jnp.einsum("nhd,nkd->nhk", q, key, precision=numerics.HIGHEST, preferred_element_type=jnp.float32)
         logits = jnp.where(mask, logits * sm_scale, -jnp.inf)
-        top = jnp.maximum(logits.max(-1), sink)
+        top = jnp.maximum(logits.max(-1, initial=-jnp.inf), sink)
+        top = jnp.where(top > -jnp.inf, top, 0.0)  # neither keys nor a sink
         weights = jnp.where(mask, jnp.exp(logits - top[..., None]), 0.0)
         total = weights.sum(-1) + jnp.exp(sink - top)
         out = jnp.einsum(
@@ -40,6 +46,7 @@ def attend(
             precision=numerics.HIGHEST,
             preferred_element_type=jnp.float32,
         )
-        return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
+        out = jnp.where(total[..., None] > 0, out / total[..., None], 0.0)
+        return out.astype(out_dtype or q.dtype), top + jnp.log(total)
 
     return numerics.map_row_tiles(tile, _TILE, q, *(x for group in groups for x in group[2:]))

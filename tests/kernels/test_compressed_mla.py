@@ -135,10 +135,10 @@ def test_bad_arguments_are_named(rng):
     case = Case(rng, 3, 8, 8)
     with pytest.raises(ValueError, match=r"attn_sink must have shape \[4\], got \[3\]"):
         case.run(attn_sink=case.sink[:3])
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="must be provided together"):
         case.run(indexed_cache=None, indexed=False, indexed_layout=case.layouts[1])
     narrow = DenseLayout(64, 3, 256, F32)
-    with pytest.raises(ValueError, match="must hold rows of width 512 as q, got 256"):
+    with pytest.raises(ValueError, match="q must have shape \[rows, heads, 256\]"):
         compressed_mla.attend(
             case.q,
             narrow.zeros(),

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import compressed_mla, kv_pages
+from pallas_kernels._dispatch import choices
 from pallas_kernels.pages import PageLayout
 
 pytestmark = pytest.mark.gpu
 
-IMPLEMENTATIONS = ["reference"]
+IMPLEMENTATIONS = ["mosaic", "reference"]
 HEADS, WIDTH, LIVE = 64, 384, 32
 
 
@@ -129,3 +130,51 @@ def test_a_small_bucket_is_the_same_after_large_ones(rng, implementation):
             if rows == 6 or rng.random() < 0.3:
                 for got, want in zip(program(), first[rows], strict=True):
                     np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
+@pytest.mark.contract("PR-3")
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_a_row_is_the_same_alone_and_among_others(rng, heads):
+    """The Mosaic kernel, bit for bit, in batches of 1, 6, 48, 384 and 768 rows that hold the same row, wherever it
+    stands; also where the batch is small enough that a row is split over CTAs."""
+    case = Verification(rng, 768, scale=1.0)
+    q = jnp.asarray(rng.standard_normal((768, heads, 512)), jnp.bfloat16)
+    sink = jnp.linspace(-1.0, 1.0, heads, dtype=jnp.float32)
+    for slots in case.slots:
+        slots[:] = rng.integers(0, 8 * 64, slots.shape)
+    lengths = [jnp.asarray(rng.integers(0, s.shape[1] + 1, 768), jnp.int32) for s in case.slots]
+
+    @jax.jit
+    def attend(q, window_slots, window_lengths, indexed_slots, indexed_lengths):
+        return compressed_mla.attend(
+            q,
+            case.caches[0],
+            case.layouts[0],
+            window_slots,
+            window_lengths,
+            indexed_cache=case.caches[1],
+            indexed_layout=case.layouts[1],
+            indexed_slots=indexed_slots,
+            indexed_lengths=indexed_lengths,
+            attn_sink=sink,
+            sm_scale=case.sm_scale,
+            return_lse=True,
+        )
+
+    arguments = (q, *(x for pair in zip(map(jnp.asarray, case.slots), lengths, strict=True) for x in pair))
+    want = [np.asarray(x) for x in attend(*arguments)]
+    for rows in (1, 6, 48, 384, 768):
+        order = rng.permutation(768)[:rows]
+        got = attend(*(x[order] for x in arguments))
+        for one, all_ in zip(got, want, strict=True):
+            np.testing.assert_array_equal(np.asarray(one).view(np.uint8), all_[order].view(np.uint8))
+    assert "mosaic" in choices()["compressed_mla.attend"]
+
+
+@pytest.mark.contract("AT-7")
+def test_twenty_runs_are_bit_identical(rng):
+    program = Verification(rng, 384, scale=1.0).compiled("mosaic")
+    first = program()
+    for _ in range(20):
+        for got, want in zip(program(), first, strict=True):
+            np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
