@@ -18,6 +18,15 @@ def choices() -> dict[str, dict[str, str]]:
     return {op: dict(found) for op, found in sorted(_choices.items())}
 
 
+def describe_choices() -> list[str]:
+    """A line for each operation: who computes it, and why not the others."""
+    lines = []
+    for op, found in choices().items():
+        parts = [f"{name} ({reason})" if reason else name for name, reason in found.items()]
+        lines.append(f"{op}: {', '.join(parts)}")
+    return lines
+
+
 def on_hopper(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, or ``NotImplementedError`` where the default device is no GPU of compute capability 9.0."""
 

@@ -26,6 +26,7 @@ from dspark_jax.models.rows import Rows
 from dspark_jax.sampling import RowSampling
 from dspark_jax.spec_decode.capacity import check_decode_rows
 from dspark_jax.spec_decode.staging import DraftCapacities
+from pallas_kernels._dispatch import describe_choices
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,8 @@ class ModelRunner:
             done = concurrent.futures.as_completed([pool.submit(compile_one, job) for job in jobs])
             for future in telemetry.progress(done, description="compiling steps", total=len(jobs), enabled=progress):
                 future.result()
+        for line in describe_choices():
+            logger.info("kernels: %s", line)
 
     def lower(self, bucket: DecodeShape | int) -> jax.stages.Lowered:
         """The step of a decode shape, or of that many prefill tokens, before XLA compiles it."""

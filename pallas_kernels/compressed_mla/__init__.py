@@ -203,7 +203,12 @@ def _attend(op, implementations, q, window, indexed, attn_sink, sm_scale, return
         require_shape(op, "out", out, q.shape)
         if out.dtype != q.dtype:
             raise TypeError(f"{op}: out must be {q.dtype} as q, got {out.dtype}")
-    result, lse = dispatch(op, implementations, name, q, groups, attn_sink, sm_scale)
+    groups = [group for group in groups if group[2].shape[1]]
+    if groups and q.shape[0]:
+        result, lse = dispatch(op, implementations, name, q, groups, attn_sink, sm_scale)
+    else:
+        nothing = jnp.full(q.shape[1], -jnp.inf) if attn_sink is None else attn_sink
+        result, lse = jnp.zeros_like(q), jnp.broadcast_to(nothing, q.shape[:2])
     if out is not None:
         result = jnp.where(True, result, out)  # the result alone; keeps the argument, and with it its memory
     return (result, lse * unit) if return_lse else result
@@ -281,11 +286,11 @@ def merge(
         live &= jnp.arange(splits)[:, None] < num_live
     lse = jnp.where(live, lse, -jnp.inf)
     top = jnp.maximum(lse.max(axis=1), sink)
-    top = jnp.where(top > -jnp.inf, top, 0.0)
+    top = jnp.where(top == -jnp.inf, 0.0, top)
     weights = jnp.exp(lse - top[:, None])
     total = weights.sum(axis=1) + jnp.exp(sink - top)
     parts = jnp.where(live[..., None], out.astype(jnp.float32), 0.0) * weights[..., None]
-    joined = jnp.where(total[..., None] > 0, parts.sum(axis=1) / total[..., None], 0.0)
+    joined = jnp.where(total[..., None] == 0, 0.0, parts.sum(axis=1) / total[..., None])
     return joined.astype(out.dtype), top + jnp.log(total)
 
 

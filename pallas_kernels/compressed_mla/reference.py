@@ -36,7 +36,7 @@ def attend(
         logits = jnp.einsum("nhd,nkd->nhk", q, key, precision=numerics.HIGHEST, preferred_element_type=jnp.float32)
         logits = jnp.where(mask, logits * sm_scale, -jnp.inf)
         top = jnp.maximum(logits.max(-1, initial=-jnp.inf), sink)
-        top = jnp.where(top > -jnp.inf, top, 0.0)  # neither keys nor a sink
+        top = jnp.where(top == -jnp.inf, 0.0, top)  # neither keys nor a sink
         weights = jnp.where(mask, jnp.exp(logits - top[..., None]), 0.0)
         total = weights.sum(-1) + jnp.exp(sink - top)
         out = jnp.einsum(
@@ -46,7 +46,7 @@ def attend(
             precision=numerics.HIGHEST,
             preferred_element_type=jnp.float32,
         )
-        out = jnp.where(total[..., None] > 0, out / total[..., None], 0.0)
+        out = jnp.where(total[..., None] == 0, 0.0, out / total[..., None])
         return out.astype(out_dtype or q.dtype), top + jnp.log(total)
 
     return numerics.map_row_tiles(tile, _TILE, q, *(x for group in groups for x in group[2:]))

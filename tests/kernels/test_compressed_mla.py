@@ -138,7 +138,7 @@ def test_bad_arguments_are_named(rng):
     with pytest.raises(ValueError, match="must be provided together"):
         case.run(indexed_cache=None, indexed=False, indexed_layout=case.layouts[1])
     narrow = DenseLayout(64, 3, 256, F32)
-    with pytest.raises(ValueError, match="q must have shape \[rows, heads, 256\]"):
+    with pytest.raises(ValueError, match=r"q must have shape \[rows, heads, 256\]"):
         compressed_mla.attend(
             case.q,
             narrow.zeros(),
