@@ -27,7 +27,7 @@ def test_the_first_that_takes_the_case_and_why(monkeypatch):
 def test_a_named_one_has_no_fallback():
     with pytest.raises(NotImplementedError, match="got 3"):
         _dispatch.dispatch("op", IMPLEMENTATIONS, "fast", 3)
-    with pytest.raises(ValueError, match="must be one of .*'fast', 'reference'.*, got 'other'"):
+    with pytest.raises(ValueError, match=r"must be one of .*'fast', 'reference'.*, got 'other'"):
         _dispatch.dispatch("op", IMPLEMENTATIONS, "other", 3)
     with pytest.raises(NotImplementedError, match="no implementation takes this case: fast: expected an even"):
         _dispatch.dispatch("op", {"fast": only_even}, None, 3)
