@@ -32,7 +32,7 @@ def workload(rng, count):
 
 
 def check_soak(engines, count, **sizes):
-    """Runs ``count`` requests and checks them. Returns how many hits the prefix cache had: chance decides on few."""
+    """Runs ``count`` requests and checks them. Returns what befell them (counts): with few requests chance decides."""
     rng = np.random.default_rng(2)
     engine, plain = engines(None, **sizes), engines(0, max_num_seqs=1, num_blocks=3)
     engine.reset_prefix_cache()
@@ -76,12 +76,9 @@ def check_soak(engines, count, **sizes):
         assert pool.num_kept == 0
         assert len(pool._free) == pool.capacity
     assert after["live_device_bytes"] == before["live_device_bytes"]
-    # Nothing compiled, and it was the life that it should have been.
+    # Nothing compiled.
     assert telemetry.compile_count() == compiles
     assert after["compiles_after_ready"] == 0
-    assert after["preemptions"] > before["preemptions"]
-    assert after["prefix_evictions"] > before["prefix_evictions"]
-    assert len(aborted) > count / 100
     num_greedy = 0
     for number, request in requests:
         tokens, sampling = tuple(got[request.request_id]), request.sampling
@@ -95,7 +92,8 @@ def check_soak(engines, count, **sizes):
     seeded = [r for _, r in requests if r.sampling.temperature and r.sampling.seed is not None]
     for request in [r for r in seeded if r.request_id in ended][:: max(1, len(seeded) // 20)]:
         assert run(engine, [request])[request.request_id] == tuple(got[request.request_id])
-    return after["prefix_hits"] - before["prefix_hits"]
+    events = ("preemptions", "prefix_evictions", "prefix_hits")
+    return {"aborted": len(aborted), **{name: after[name] - before[name] for name in events}}
 
 
 @pytest.mark.slow
@@ -103,7 +101,11 @@ def check_soak(engines, count, **sizes):
 @pytest.mark.contract("SOAK")
 def test_2000_random_requests(engines):
     # Eight requests share five blocks of 256 tokens: pages are short all the time.
-    assert check_soak(engines, 2000, max_num_seqs=8, num_blocks=6) > 2000 / 50
+    events = check_soak(engines, 2000, max_num_seqs=8, num_blocks=6)
+    assert events["aborted"] > 2000 / 100
+    assert events["prefix_hits"] > 2000 / 50
+    assert events["preemptions"] > 0
+    assert events["prefix_evictions"] > 0
 
 
 def test_50_random_requests(engines):
