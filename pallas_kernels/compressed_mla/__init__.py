@@ -17,7 +17,9 @@ from pallas_kernels.pages import Layout, check_cache
 
 __all__ = ["IMPLEMENTATIONS", "Capacity", "attend", "check_lists", "extend", "merge", "partials"]
 
-IMPLEMENTATIONS = {"mosaic": on_hopper(mosaic_sm90.attend), "reference": reference.attend}
+# The reference comes first, and "mosaic" must be named, until the kernel in its present form has passed the tests that
+# need a GPU: so far only the interpreter has run it.
+IMPLEMENTATIONS = {"reference": reference.attend, "mosaic": on_hopper(mosaic_sm90.attend)}
 EXTEND_IMPLEMENTATIONS = IMPLEMENTATIONS
 # Entries of one list that the parts of a split never divide.
 SPLIT_WINDOW = 64
