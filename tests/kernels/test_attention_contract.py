@@ -195,8 +195,8 @@ def test_log_sum_exp(rng, implementation):
 def test_splits_and_their_merge(rng, implementation, thorough, splits):
     """Any number of parts, more than there are windows of 64 entries too. float32 partials differ by rounding of sums
     only; bfloat16 ones are rounded once more."""
-    if not thorough and splits not in (2,):
-        pytest.skip("one split is enough for the interpreter")
+    if not thorough and splits != 2:
+        pytest.skip("several seconds each in the interpreter, which differs from the others in nothing that splits see")
     groups = [Group.random(rng, 2, 130), Group.random(rng, 2, 200, page_size=2, live=150)]
     q, sink = queries(rng, 2, 8), jnp.asarray(rng.standard_normal(8), jnp.float32)
     if implementation == "reference":

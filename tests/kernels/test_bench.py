@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import sys
 
@@ -114,4 +113,4 @@ def test_bad_arguments_and_a_missing_gpu_are_named():
     nowhere = call("compressed_mla")
     assert nowhere.returncode == 2
     assert "needs a GPU: JAX's default backend is 'cpu'" in nowhere.stderr
-    assert json.dumps(nowhere.stdout) == '""'
+    assert nowhere.stdout == ""
